@@ -1,0 +1,228 @@
+"""The seam between the scheduler and whatever computes: a synchronous device and its steps.
+
+A device runs on one thread (``actors/gpu.py`` owns it) and is told *everything* by plain values:
+it keeps weights, rows and snapshots under ids, and answers with host integers. No array crosses
+this line. ``runtime.engine`` implements it with MLX, ``actors/testing.py`` with a script.
+
+Two calls make a step: :meth:`Device.launch` starts it without waiting, :meth:`Device.settle`
+waits for the oldest one that was launched. With one running and one queued, the input tokens of a
+step are those that the step before it is still computing; they never visit the host in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, Protocol, TypeAlias
+
+from .requests import Sampling
+
+RowId = NewType("RowId", int)
+"""A row; unique for the life of the process, so that no event of an old row is mistaken."""
+SnapshotId = NewType("SnapshotId", int)
+StepId = NewType("StepId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the scheduler must know about a loaded model.
+
+    Attributes:
+        name: id that clients see.
+        vocab_size: number of logits of one position.
+        context_window: most tokens (prompt + generated) a row may hold; None if unknown.
+        eos_ids: ids that end a generation.
+        batchable: rows can share one forward pass; otherwise each runs alone.
+        lone_reason: why not, in words, when ``batchable`` is False.
+        trim_window: a state of ``n`` tokens can be cut to any shorter length while
+            ``n <= trim_window``; None = always (plain layouts), 0 = never (recurrent).
+        ragged_prefill: several prompts can be prefilled in one forward pass.
+        kv_bytes_per_token: bytes of state that one more token costs in one row.
+        namespace: digest of all that must be equal for two states to be interchangeable.
+        device: short name of the device and MLX build, for people.
+    """
+
+    name: str
+    vocab_size: int
+    context_window: int | None
+    eos_ids: frozenset[int]
+    batchable: bool = True
+    lone_reason: str = ""
+    trim_window: int | None = None
+    ragged_prefill: bool = True
+    kv_bytes_per_token: int = 0
+    namespace: str = ""
+    device: str = ""
+
+    def can_trim(self, length: int) -> bool:
+        """Whether a state of ``length`` tokens can still be cut to a shorter prefix."""
+        return self.trim_window is None or length <= self.trim_window
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Start with an empty state."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromSnapshot:
+    """Start with the first ``length`` tokens of a kept state."""
+
+    snapshot: SnapshotId
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromRow:
+    """Start with the first ``length`` tokens of another row's state, as it is when the step runs."""
+
+    row: RowId
+    length: int
+
+
+Source: TypeAlias = Cold | FromSnapshot | FromRow
+
+
+@dataclass(frozen=True, slots=True)
+class StartRow:
+    """Bring a row into being. ``ids`` is its whole prompt (at least one token)."""
+
+    row: RowId
+    ids: tuple[int, ...]
+    sampling: Sampling
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """Process the next ``count`` prompt tokens of a row; never its last one.
+
+    The last prompt token is the input of the row's first decode (the oracle's own convention).
+    """
+
+    row: RowId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRow:
+    """Copy the first ``length`` tokens of a row's state into a snapshot."""
+
+    row: RowId
+    length: int
+    snapshot: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One device pass. The parts run in the order of the fields.
+
+    ``keep`` copies states, ``end`` drops rows, ``start`` makes rows (sources are resolved after
+    ``keep`` and before ``end``, so a row may start from one that ends in the same step),
+    ``prefill`` processes prompt tokens, ``decode`` samples one token for each row named: its input
+    is the last prompt token or the token that the row sampled last.
+    """
+
+    step: StepId
+    keep: tuple[KeepRow, ...] = ()
+    start: tuple[StartRow, ...] = ()
+    end: tuple[RowId, ...] = ()
+    prefill: tuple[PrefillRow, ...] = ()
+    decode: tuple[RowId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A row sampled a token."""
+
+    row: RowId
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    """A row could not go on and is gone from the device; nobody else was touched."""
+
+    row: RowId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMade:
+    """A state of exactly ``length`` tokens was kept."""
+
+    snapshot: SnapshotId
+    length: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSkipped:
+    """A state could not be kept (it cannot be cut to that length, or memory ran out)."""
+
+    snapshot: SnapshotId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What came of one step. ``seconds`` is the device time that it took, as far as is known."""
+
+    step: StepId
+    seconds: float
+    sampled: tuple[Sampled, ...] = ()
+    failed: tuple[RowFailed, ...] = ()
+    kept: tuple[SnapshotMade | SnapshotSkipped, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """Live figures of the device; bytes are bytes, rows and snapshots are counts."""
+
+    active_bytes: int = 0
+    cache_bytes: int = 0
+    peak_bytes: int = 0
+    kv_bytes: int = 0
+    snapshot_bytes: int = 0
+    rows: int = 0
+    batched_rows: int = 0
+    snapshots: int = 0
+
+
+class Device(Protocol):
+    """A thing that computes steps. All calls come from one thread, one at a time."""
+
+    def open(self) -> ModelInfo:
+        """Load and warm up. Raises ModelError."""
+        ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step without waiting for its result. At most two are under way.
+
+        A fault of one row is reported by its :class:`RowFailed`; an exception here means that the
+        device itself is broken and every row is lost.
+        """
+        ...
+
+    def settle(self) -> StepDone:
+        """Wait for the oldest step under way and return what came of it."""
+        ...
+
+    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
+        """Forget kept states. Unknown ids are ignored."""
+        ...
+
+    def drop_rows(self) -> None:
+        """Forget every row and every step under way (a new scheduler begins)."""
+        ...
+
+    def stats(self) -> DeviceStats:
+        """Live figures; cheap."""
+        ...
+
+    def idle(self) -> None:
+        """Called when nothing is running: give unused memory back to the system."""
+        ...
+
+    def close(self) -> None:
+        """Forget everything."""
+        ...

@@ -1,0 +1,162 @@
+"""What a client may ask for and what it gets back, free of any wire format.
+
+Values here are frozen and already validated at the edge; ``runtime.text`` turns a prompt into
+token ids and ``runtime.scheduling`` sees only ids and a fully resolved :class:`Sampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from .errors import TroupeError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Fully resolved sampling parameters of one row.
+
+    ``temperature`` 0 means argmax. ``top_p`` outside (0, 1), ``min_p`` 0 and ``top_k`` 0 (or
+    ≥ vocabulary) are off. ``seed`` is always set: the draw at token position *p* depends on
+    ``(seed, p)`` alone, whatever shares the batch. Penalty windows count tokens; 0 = all.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 0.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """Sampling as the client sent it: ``None`` means "the server's default"."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
+    presence_penalty: float | None = None
+    presence_context_size: int | None = None
+    frequency_penalty: float | None = None
+    frequency_context_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message; content parts were joined at the edge. ``name`` etc. ride in ``extra``."""
+
+    role: str
+    content: str
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages to be rendered with the model's own template."""
+
+    messages: tuple[Message, ...]
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Raw text, encoded by the tokenizer's own rule for a beginning-of-text token."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids as they are."""
+
+    ids: tuple[int, ...]
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation: a prompt, limits and sampling.
+
+    ``max_tokens`` ``None`` runs to an end token or the end of the context window. ``stop`` are
+    texts, cut from the output at the earliest match; ``stop_token_ids`` end like an end token.
+    """
+
+    prompt: Prompt
+    sampling: SamplingRequest = SamplingRequest()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. ``cached_tokens`` ≤ ``prompt_tokens`` were not recomputed.
+
+    An end token counts as generated although its text is not emitted. ``lane`` says what ran
+    the request: ``"batched"`` (the shared executor) or ``"serial"`` (alone, one row at a time).
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    lane: str
+
+
+class Channel(Enum):
+    """Which part of the answer a piece of text belongs to."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of one channel; never empty, never part of a character or of a stop string."""
+
+    channel: Channel
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a generation that ended well."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a generation that did not."""
+
+    error: TroupeError
+
+
+GenerationEvent: TypeAlias = TextDelta | Finished | Failed

@@ -1,0 +1,46 @@
+"""Every knob of the runtime in one frozen value, read once at start.
+
+Owned by whoever opens the runtime; nothing here reads the environment or the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Dtype: TypeAlias = Literal["auto", "keep", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one served model.
+
+    Attributes:
+        model: a directory that mlx-lm can load (``runtime.store`` resolves names to one).
+        name: the id that clients see.
+        batch: most rows that decode together.
+        queue: most requests that wait; beyond it a request is refused.
+        dtype: what the weights are expanded to at load.
+        prompt_cache_bytes: budget of kept states in memory; 0 turns the prefix cache off.
+        max_tokens: cap on every request's output; None = none.
+        temperature, top_p, top_k: defaults for requests that leave them out; None = the model's
+            generation_config.json, then 0.7 / off / off.
+        step_timeout: seconds without a step's result before the device counts as hung.
+        prefill_timeout: the same for prefill and warm-up.
+        read_timeout: seconds that a client may read nothing while text waits for it.
+    """
+
+    model: Path
+    name: str
+    batch: int = 32
+    queue: int = 64
+    dtype: Dtype = "auto"
+    prompt_cache_bytes: int = 8 << 30
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    step_timeout: float = 60.0
+    prefill_timeout: float = 600.0
+    read_timeout: float = 120.0
