@@ -1,0 +1,1 @@
+"""Models on disk: where they are, whether they are complete, and how to get one."""
