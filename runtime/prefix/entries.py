@@ -1,0 +1,95 @@
+"""Values of the prefix index: what it keeps, what it answers and what it counts.
+
+Plain data, run by no task of its own. ``index.py`` owns every :class:`Entry`; all other values
+here are frozen and may be sent anywhere. Nothing here knows what a state is made of: a snapshot is
+an id and a size in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NewType, TypeAlias
+
+from ..device import SnapshotId
+
+LeaseId = NewType("LeaseId", int)
+"""A promise not to release a snapshot; unique for the life of the process."""
+
+Kind: TypeAlias = Literal["prompt", "final", "partial"]
+"""What a state was taken at: a prompt's boundary, a row's end, or an interrupted prefill."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One kept state; compared by identity.
+
+    Attributes:
+        snapshot: the device's name for the state.
+        namespace: states of different namespaces are never interchangeable.
+        length: tokens that the state holds, equal to the number of its ids.
+        nbytes: what the state costs on the device.
+        kind: what it was taken at.
+        cuttable: the state can be cut to any shorter length.
+        used: rising number of the last put or hit; larger is more recent.
+        leases: how many leases hold it.
+    """
+
+    snapshot: SnapshotId
+    namespace: str
+    length: int
+    nbytes: int
+    kind: Kind
+    cuttable: bool
+    used: int = 0
+    leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The first ``length`` tokens of ``snapshot`` may be used until ``lease`` is ended."""
+
+    snapshot: SnapshotId
+    length: int
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """Whether the new state was kept, and what must now be released on the device.
+
+    A state that was not kept is itself among ``release``.
+    """
+
+    kept: bool
+    release: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Live figures and counters since the start.
+
+    Attributes:
+        entries: states that a lookup can find.
+        prompt_entries, final_entries, partial_entries: the same by kind.
+        bytes: device memory of all states not yet released, leased ones included.
+        budget_bytes: what ``bytes`` is held under, leases permitting.
+        leases: leases not yet ended.
+        hits, misses: lookups.
+        puts: states kept; refused: states not kept.
+        evictions: states given up for room.
+        tokens_reused: sum of the lengths of all hits.
+    """
+
+    entries: int
+    prompt_entries: int
+    final_entries: int
+    partial_entries: int
+    bytes: int
+    budget_bytes: int
+    leases: int
+    hits: int
+    misses: int
+    puts: int
+    refused: int
+    evictions: int
+    tokens_reused: int

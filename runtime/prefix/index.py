@@ -1,0 +1,263 @@
+"""The core of the prefix cache: which kept state serves a prompt best, and which must go.
+
+Owns the trees of all namespaces, the order of use, the byte budget and the leases, for the memory
+tier. Run by the ``KVCache`` actor's task and by nobody else; it never waits. It does not know what
+a state is made of and touches no device: it names snapshots, and every call that makes some of them
+useless returns those, exactly once, for the caller to release.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from ..device import SnapshotId
+from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult
+from .tree import RadixTree
+
+# Shared by all cores of the process: the end of a lease that was sent to a core before it was
+# restarted must not end somebody else's lease in the new one.
+_lease_ids = count(1)
+
+
+class PrefixCore:
+    """Entries under a byte budget, the least recently used first to go.
+
+    ``trim_window`` is a property of the model, and so of the namespace: the longest state that can
+    still be cut to a shorter prefix (None = any, 0 = none).
+
+    A leased state is never released. One that is replaced, cleared or dropped meanwhile can no
+    longer be found, counts in ``bytes`` as long as the lease lasts, and is released with it. Room
+    is made only of states without a lease; ``bytes`` may exceed the budget by what leases hold,
+    until they end.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        """``budget_bytes`` 0 turns the cache off: lookups miss and puts are refused."""
+        if budget_bytes < 0:
+            raise ValueError(f"a budget of {budget_bytes} bytes is less than nothing")
+        self._budget = budget_bytes
+        self._bytes = 0
+        self._trees: dict[str, RadixTree] = {}
+        self._by_use: OrderedDict[SnapshotId, Entry] = OrderedDict()
+        self._detached: dict[SnapshotId, Entry] = {}
+        self._leases: dict[LeaseId, Entry] = {}
+        self._clock = count(1)
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Entries that a lookup can find."""
+        return len(self._by_use)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all states not yet released, found or only leased."""
+        return self._bytes
+
+    def lookup(self, ids: Sequence[int], namespace: str, *, trim_window: int | None) -> Hit | None:
+        """The longest usable prefix of ``ids``, leased until :meth:`end_lease`.
+
+        Usable is at most ``len(ids) - 1`` tokens: the last one is the input of the first decode.
+        A state that is longer than what it shares with ``ids`` is used only if it can be cut.
+
+        Raises:
+            ValueError: another ``trim_window`` than the namespace's entries were put with.
+        """
+        tree = self._tree(namespace, trim_window)
+        found = tree.longest(ids[:-1]) if tree is not None else None
+        if found is None:
+            self._counts["misses"] += 1
+            return None
+        entry, length = found
+        self._touch(entry)
+        self._counts["hits"] += 1
+        self._counts["tokens_reused"] += length
+        return Hit(entry.snapshot, length, self._lease(entry))
+
+    def put(
+        self,
+        ids: Sequence[int],
+        namespace: str,
+        snapshot: SnapshotId,
+        nbytes: int,
+        *,
+        kind: Kind,
+        trim_window: int | None,
+    ) -> PutResult:
+        """Keep the state of exactly ``ids``; says what must be released in exchange.
+
+        An entry with the same ids is replaced. If the new state can be cut, the entries that it
+        extends are given up, for it serves all that they did; if an entry that can be cut extends
+        the new state, the new state is refused. So is one that is larger than the budget.
+
+        Raises:
+            ValueError: no ids, a negative size, a snapshot that the core already has, or another
+                ``trim_window`` than the namespace's entries were put with.
+        """
+        self._check_put(ids, snapshot, nbytes)
+        tree = self._tree(namespace, trim_window)
+        if nbytes > self._budget or self._budget == 0:
+            return self._refuse(snapshot)
+        if tree is None:
+            tree = RadixTree(trim_window)
+        same = tree.exact(ids)
+        if same is None and (cover := tree.covering(ids)) is not None:
+            self._touch(cover)
+            return self._refuse(snapshot)
+        entry = Entry(snapshot, namespace, len(ids), nbytes, kind, tree.can_cut(len(ids)))
+        extended = tree.prefixes(ids) if entry.cuttable else ()
+        release = self._detach(extended if same is None else (same, *extended))
+        self._trees[namespace] = tree  # it is new, or what was detached had emptied it
+        self._add(tree, ids, entry)
+        return PutResult(True, release + self._make_room(keep=entry))
+
+    def end_lease(self, lease: LeaseId) -> tuple[SnapshotId, ...]:
+        """Give a lease back; returns what became releasable.
+
+        A lease that is not (or no longer) known here is ignored: its core was restarted.
+        """
+        entry = self._leases.pop(lease, None)
+        if entry is None:
+            return ()
+        entry.leases -= 1
+        if entry.leases:
+            return ()
+        if entry.snapshot in self._detached:
+            return (self._release(entry),)
+        return self._make_room()
+
+    def end_all_leases(self) -> tuple[SnapshotId, ...]:
+        """Give back every lease, when whoever held them is gone."""
+        return tuple(
+            snapshot for lease in tuple(self._leases) for snapshot in self.end_lease(lease)
+        )
+
+    def clear(self) -> tuple[SnapshotId, ...]:
+        """Forget all entries; leased states follow when their lease ends."""
+        return self._detach(tuple(self._by_use.values()))
+
+    def drop(self, snapshot: SnapshotId) -> tuple[SnapshotId, ...]:
+        """Forget one entry; as with :meth:`clear`. An unknown snapshot is ignored."""
+        entry = self._by_use.get(snapshot)
+        return () if entry is None else self._detach((entry,))
+
+    def stats(self) -> PrefixStats:
+        """Live figures and counters; cheap enough for every scrape."""
+        kinds = Counter(entry.kind for entry in self._by_use.values())
+        return PrefixStats(
+            entries=len(self),
+            prompt_entries=kinds["prompt"],
+            final_entries=kinds["final"],
+            partial_entries=kinds["partial"],
+            bytes=self._bytes,
+            budget_bytes=self._budget,
+            leases=len(self._leases),
+            hits=self._counts["hits"],
+            misses=self._counts["misses"],
+            puts=self._counts["puts"],
+            refused=self._counts["refused"],
+            evictions=self._counts["evictions"],
+            tokens_reused=self._counts["tokens_reused"],
+        )
+
+    def _tree(self, namespace: str, trim_window: int | None) -> RadixTree | None:
+        tree = self._trees.get(namespace)
+        if tree is not None and tree.trim_window != trim_window:
+            raise ValueError(
+                f"namespace {namespace!r} has the trim window {tree.trim_window},"
+                f" not {trim_window}: two models cannot share it"
+            )
+        return tree
+
+    def _check_put(self, ids: Sequence[int], snapshot: SnapshotId, nbytes: int) -> None:
+        if not ids:
+            raise ValueError("a state of no tokens serves nobody")
+        if nbytes < 0:
+            raise ValueError(f"a state of {nbytes} bytes is less than nothing")
+        if snapshot in self._by_use or snapshot in self._detached:
+            raise ValueError(f"snapshot {snapshot} is here already")
+
+    def _refuse(self, snapshot: SnapshotId) -> PutResult:
+        self._counts["refused"] += 1
+        return PutResult(False, (snapshot,))
+
+    def _add(self, tree: RadixTree, ids: Sequence[int], entry: Entry) -> None:
+        entry.used = next(self._clock)
+        tree.insert(ids, entry)
+        self._by_use[entry.snapshot] = entry
+        self._bytes += entry.nbytes
+        self._counts["puts"] += 1
+
+    def _touch(self, entry: Entry) -> None:
+        entry.used = next(self._clock)
+        self._by_use.move_to_end(entry.snapshot)
+        self._trees[entry.namespace].touch(entry)
+
+    def _lease(self, entry: Entry) -> LeaseId:
+        lease = LeaseId(next(_lease_ids))
+        self._leases[lease] = entry
+        entry.leases += 1
+        return lease
+
+    def _make_room(self, keep: Entry | None = None) -> tuple[SnapshotId, ...]:
+        """Evict by age until the budget holds; passes over leased entries and ``keep``."""
+        excess = self._bytes - self._budget
+        victims: list[Entry] = []
+        for entry in self._by_use.values():
+            if excess <= 0:
+                break
+            if entry.leases == 0 and entry is not keep:
+                victims.append(entry)
+                excess -= entry.nbytes
+        self._counts["evictions"] += len(victims)
+        return self._detach(victims)
+
+    def _detach(self, entries: Iterable[Entry]) -> tuple[SnapshotId, ...]:
+        """Take entries out of the index; those that nobody leases are released at once."""
+        free: list[SnapshotId] = []
+        for entry in entries:
+            tree = self._trees[entry.namespace]
+            tree.remove(entry)
+            if not len(tree):
+                del self._trees[entry.namespace]
+            del self._by_use[entry.snapshot]
+            self._detached[entry.snapshot] = entry
+            if entry.leases == 0:
+                free.append(self._release(entry))
+        return tuple(free)
+
+    def _release(self, entry: Entry) -> SnapshotId:
+        del self._detached[entry.snapshot]
+        self._bytes -= entry.nbytes
+        return entry.snapshot
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, in words, where the books do not agree. For tests; walks all."""
+        for namespace, tree in self._trees.items():
+            assert len(tree), f"the empty tree of {namespace!r} was left behind"
+            tree.check_integrity()
+        self._check_order()
+        self._check_leases()
+        held = [*self._by_use.values(), *self._detached.values()]
+        assert self._bytes == sum(entry.nbytes for entry in held), "bytes are not their sum"
+        loose = [entry for entry in held if entry.leases == 0]
+        within = self._bytes <= self._budget
+        assert within or len(loose) <= 1, "over budget by more than leases and the newest state"
+
+    def _check_order(self) -> None:
+        filed = sum(len(tree) for tree in self._trees.values())
+        assert filed == len(self._by_use), "the trees and the order of use differ in number"
+        ages = [entry.used for entry in self._by_use.values()]
+        assert ages == sorted(set(ages)), "the order of use is not by use"
+        for snapshot, entry in self._by_use.items():
+            assert entry.snapshot == snapshot, "an entry is filed under another snapshot"
+            assert entry in self._trees[entry.namespace], "an entry is in no tree"
+
+    def _check_leases(self) -> None:
+        held = Counter(entry.snapshot for entry in self._leases.values())
+        for entry in (*self._by_use.values(), *self._detached.values()):
+            assert entry.leases == held.pop(entry.snapshot, 0), "an entry miscounts its leases"
+        assert not held, "a lease is on a state that is gone"
+        for entry in self._detached.values():
+            assert entry.leases, "a state that nobody can find or leases was not released"

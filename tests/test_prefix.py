@@ -1,0 +1,419 @@
+"""The prefix index: what it finds, what it gives up, and that it gives nothing up twice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId, PutResult
+from mlx_troupe.runtime.prefix.index import PrefixCore
+
+WINDOWS: dict[str, int | None] = {
+    "plain": None,
+    "other": None,
+    "ring": 4,
+    "recurrent": 0,
+    "long ring": 300,
+}
+
+namespaces = st.sampled_from(("plain", "other", "ring", "recurrent"))
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
+kinds: st.SearchStrategy[Kind] = st.sampled_from(("prompt", "final", "partial"))
+
+
+@dataclass(eq=False)
+class Kept:
+    """An entry of the brute-force model."""
+
+    ids: tuple[int, ...]
+    namespace: str
+    snapshot: SnapshotId
+    nbytes: int
+    leases: int = 0
+
+    @property
+    def cuttable(self) -> bool:
+        window = WINDOWS[self.namespace]
+        return window is None or len(self.ids) <= window
+
+    def usable(self, ids: tuple[int, ...], namespace: str) -> int:
+        if namespace != self.namespace:
+            return 0
+        shared = 0
+        while shared < min(len(ids) - 1, len(self.ids)) and ids[shared] == self.ids[shared]:
+            shared += 1
+        return shared if self.cuttable or shared == len(self.ids) else 0
+
+    def extends(self, other: Kept) -> bool:
+        same_place = self.namespace == other.namespace and len(self.ids) > len(other.ids)
+        return same_place and self.ids[: len(other.ids)] == other.ids
+
+
+@dataclass
+class BruteForce:
+    """The cache as a list, least recently used first; every question is a loop over it."""
+
+    budget: int
+    entries: list[Kept] = field(default_factory=list)
+    detached: list[Kept] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(kept.nbytes for kept in (*self.entries, *self.detached))
+
+    def lookup(self, ids: tuple[int, ...], namespace: str) -> tuple[Kept, int] | None:
+        longest = max((kept.usable(ids, namespace) for kept in self.entries), default=0)
+        if not longest:
+            return None
+        best = [kept for kept in self.entries if kept.usable(ids, namespace) == longest][-1]
+        self.touch(best)
+        best.leases += 1
+        return best, longest
+
+    def touch(self, kept: Kept) -> None:
+        self.entries.remove(kept)
+        self.entries.append(kept)
+
+    def put(self, new: Kept) -> tuple[bool, set[SnapshotId]]:
+        if self.budget == 0 or new.nbytes > self.budget:
+            return False, {new.snapshot}
+        same = [k for k in self.entries if (k.ids, k.namespace) == (new.ids, new.namespace)]
+        covers = [k for k in self.entries if k.cuttable and k.extends(new)]
+        if covers and not same:
+            self.touch(covers[-1])
+            return False, {new.snapshot}
+        stale = [k for k in self.entries if new.cuttable and new.extends(k)]
+        free = self.detach(same + stale)
+        self.entries.append(new)
+        return True, free | self.make_room(new)
+
+    def make_room(self, newest: Kept | None = None) -> set[SnapshotId]:
+        free: set[SnapshotId] = set()
+        for kept in tuple(self.entries):
+            if self.bytes > self.budget and not kept.leases and kept is not newest:
+                free |= self.detach([kept])
+        return free
+
+    def detach(self, gone: list[Kept]) -> set[SnapshotId]:
+        for kept in gone:
+            self.entries.remove(kept)
+            self.detached.append(kept)
+        return self.sweep()
+
+    def sweep(self) -> set[SnapshotId]:
+        free = {kept.snapshot for kept in self.detached if not kept.leases}
+        self.detached = [kept for kept in self.detached if kept.leases]
+        return free
+
+    def end_lease(self, kept: Kept) -> set[SnapshotId]:
+        kept.leases -= 1
+        if kept.leases:
+            return set()
+        return self.sweep() if kept in self.detached else self.make_room()
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """The core against the list, one random operation at a time."""
+
+    @initialize(budget=st.sampled_from((0, 1, 20, 60, 10_000)))
+    def open(self, budget: int) -> None:
+        self.core = PrefixCore(budget)
+        self.model = BruteForce(budget)
+        self.live: set[SnapshotId] = set()
+        self.released: set[SnapshotId] = set()
+        self.leases: dict[LeaseId, Kept] = {}
+        self.reused = self.hits = self.misses = 0
+        self.next_snapshot = 0
+
+    def check_released(self, got: tuple[SnapshotId, ...], expected: set[SnapshotId]) -> None:
+        assert len(set(got)) == len(got), "named twice in one answer"
+        assert set(got) == expected
+        assert not self.released & expected, "released twice"
+        assert expected <= self.live, "released although never put"
+        self.live -= expected
+        self.released |= expected
+
+    @rule(
+        ids=prompts,
+        namespace=namespaces,
+        nbytes=st.integers(0, 25),
+        kind=kinds,
+        again=st.booleans(),
+    )
+    def put(
+        self, ids: tuple[int, ...], namespace: str, nbytes: int, kind: Kind, again: bool
+    ) -> None:
+        if again and self.model.entries:
+            oldest = self.model.entries[0]
+            ids, namespace = oldest.ids, oldest.namespace
+        snapshot = SnapshotId(self.next_snapshot)
+        self.next_snapshot += 1
+        self.live.add(snapshot)
+        got = self.core.put(
+            ids, namespace, snapshot, nbytes, kind=kind, trim_window=WINDOWS[namespace]
+        )
+        kept, free = self.model.put(Kept(ids, namespace, snapshot, nbytes))
+        assert got.kept == kept
+        self.check_released(got.release, free)
+
+    @rule(ids=prompts, namespace=namespaces, keep_lease=st.booleans())
+    def lookup(self, ids: tuple[int, ...], namespace: str, keep_lease: bool) -> None:
+        hit = self.core.lookup(ids, namespace, trim_window=WINDOWS[namespace])
+        found = self.model.lookup(ids, namespace)
+        if found is None:
+            assert hit is None
+            self.misses += 1
+            return
+        kept, length = found
+        assert hit is not None
+        assert (hit.snapshot, hit.length) == (kept.snapshot, length)
+        assert hit.lease not in self.leases
+        self.hits += 1
+        self.reused += length
+        self.leases[hit.lease] = kept
+        if not keep_lease:
+            self.end(hit.lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.leases))))
+
+    def end(self, lease: LeaseId) -> None:
+        got = self.core.end_lease(lease)
+        self.check_released(got, self.model.end_lease(self.leases.pop(lease)))
+        assert self.core.end_lease(lease) == ()
+
+    @rule()
+    def end_all_leases(self) -> None:
+        got = self.core.end_all_leases()
+        free: set[SnapshotId] = set()
+        for kept in self.leases.values():
+            free |= self.model.end_lease(kept)
+        self.leases.clear()
+        self.check_released(got, free)
+
+    @rule()
+    def clear(self) -> None:
+        free = self.model.detach(list(self.model.entries))
+        self.check_released(self.core.clear(), free)
+
+    @precondition(lambda self: self.model.entries)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        kept = data.draw(st.sampled_from(self.model.entries))
+        free = self.model.detach([kept])
+        self.check_released(self.core.drop(kept.snapshot), free)
+        assert self.core.drop(kept.snapshot) == ()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.check_integrity()
+        stats = self.core.stats()
+        assert self.core.bytes == stats.bytes == self.model.bytes
+        assert len(self.core) == stats.entries == len(self.model.entries)
+        assert stats.prompt_entries + stats.final_entries + stats.partial_entries == len(self.core)
+        assert stats.leases == len(self.leases)
+        assert (stats.hits, stats.misses) == (self.hits, self.misses)
+        assert stats.tokens_reused == self.reused
+        held = {kept.snapshot for kept in (*self.model.entries, *self.model.detached)}
+        assert held == self.live, "a live snapshot is held by nobody"
+
+    def teardown(self) -> None:
+        if hasattr(self, "core"):
+            self.end_all_leases()
+            self.clear()
+            assert not self.live, "a snapshot was never released"
+            assert self.core.bytes == 0
+
+
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def keep(
+    core: PrefixCore,
+    ids: tuple[int, ...],
+    snapshot: int,
+    nbytes: int = 1,
+    window: int | None = None,
+) -> PutResult:
+    return core.put(ids, "model", SnapshotId(snapshot), nbytes, kind="final", trim_window=window)
+
+
+def find(core: PrefixCore, ids: tuple[int, ...], window: int | None = None) -> Hit | None:
+    return core.lookup(ids, "model", trim_window=window)
+
+
+def lengths(core: PrefixCore, ids: tuple[int, ...], window: int | None = None) -> tuple[int, int]:
+    """Snapshot and length of a hit whose lease is given back at once."""
+    hit = find(core, ids, window)
+    assert hit is not None
+    core.end_lease(hit.lease)
+    return hit.snapshot, hit.length
+
+
+def test_a_hit_refreshes_recency() -> None:
+    """The hot entry stays and the one that was not asked for goes (CACHE-10)."""
+    core = PrefixCore(3)
+    for number in (1, 2, 3):
+        keep(core, (number, 9), number)
+    assert lengths(core, (1, 9, 5)) == (1, 2)
+    assert keep(core, (4, 9), 4) == PutResult(True, (SnapshotId(2),))
+    assert lengths(core, (1, 9, 5)) == (1, 2)
+    assert find(core, (2, 9, 5)) is None
+
+
+def test_a_prefix_of_one_token_is_found() -> None:
+    """One shared token is a prefix like any other (CACHE-10)."""
+    core = PrefixCore(10)
+    keep(core, (7,), 1)
+    assert lengths(core, (7, 8)) == (1, 1)
+    assert find(core, (7,)) is None
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 4), (5, 4), (4, None), (0, None)])
+def test_the_whole_prompt_is_never_reused(window: int | None, expected: int | None) -> None:
+    """The last token is always left to decode, so its own state must be cut by one."""
+    core = PrefixCore(10)
+    keep(core, (1, 2, 3, 4, 5), 1, window=window)
+    hit = find(core, (1, 2, 3, 4, 5), window)
+    assert (hit.length if hit else None) == expected
+
+
+def test_a_longer_state_that_cannot_be_cut_yields_to_a_shorter_one() -> None:
+    """A ring past its window serves only its own length; the boundary before it still serves."""
+    core = PrefixCore(10)
+    keep(core, (1, 2), 1, window=4)
+    keep(core, (1, 2, 3, 4, 5, 6), 2, window=4)
+    assert lengths(core, (1, 2, 3, 4, 9), 4) == (1, 2)
+    assert lengths(core, (1, 2, 3, 4, 5, 6, 7), 4) == (2, 6)
+
+
+def test_a_branch_that_nobody_ended_at_is_found() -> None:
+    """The common part of two prompts serves a third, though no entry ends there."""
+    core = PrefixCore(10)
+    keep(core, (1, 2, 3, 4, 5), 1)
+    keep(core, (1, 2, 3, 6, 7), 2)
+    assert lengths(core, (1, 2, 3, 8, 8)) == (2, 3)
+    assert lengths(core, (1, 2, 9)) == (2, 2)
+
+
+def test_a_longer_entry_takes_the_place_of_what_it_extends() -> None:
+    """A growing chat holds one state, not one for every turn."""
+    core = PrefixCore(10)
+    keep(core, (1, 2), 1)
+    assert keep(core, (1, 2, 3), 2) == PutResult(True, (SnapshotId(1),))
+    assert keep(core, (1, 2), 3) == PutResult(False, (SnapshotId(3),))
+    assert len(core) == 1
+
+
+def test_turns_that_cannot_be_cut_are_all_kept() -> None:
+    """Recurrent states serve at their own boundary only, so a longer one replaces none."""
+    core = PrefixCore(10)
+    keep(core, (1, 2), 1, window=0)
+    assert keep(core, (1, 2, 3), 2, window=0) == PutResult(True, ())
+    assert lengths(core, (1, 2, 9), 0) == (1, 2)
+
+
+def test_a_leased_state_outlives_its_entry() -> None:
+    """Replaced while somebody reads it, a state counts, and is released with its lease."""
+    core = PrefixCore(10)
+    keep(core, (1, 2), 1, 4)
+    hit = find(core, (1, 2, 3))
+    assert hit is not None
+    assert keep(core, (1, 2), 2, 4) == PutResult(True, ())
+    assert (core.bytes, len(core)) == (8, 1)
+    assert core.end_lease(hit.lease) == (SnapshotId(1),)
+    assert core.bytes == 4
+
+
+def test_a_leased_state_is_passed_over_and_evicted_when_its_lease_ends() -> None:
+    """Leases may force the budget; the excess goes as soon as they end, the oldest first."""
+    core = PrefixCore(10)
+    keep(core, (1, 1), 1, 8)
+    hit = find(core, (1, 1, 1))
+    assert hit is not None
+    assert keep(core, (2, 2), 2, 5) == PutResult(True, ())
+    assert core.bytes == 13
+    assert core.end_lease(hit.lease) == (SnapshotId(1),)
+    assert lengths(core, (2, 2, 2)) == (2, 2)
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    """The same ids under another adapter are other states (CACHE-02)."""
+    core = PrefixCore(10)
+    core.put((1, 2), "base", SnapshotId(1), 1, kind="prompt", trim_window=None)
+    assert core.lookup((1, 2, 3), "adapter", trim_window=None) is None
+
+
+def test_a_budget_of_nothing_turns_the_cache_off() -> None:
+    """Even a state of no bytes is refused, and handed back to be released."""
+    core = PrefixCore(0)
+    assert keep(core, (1, 2), 1, 0) == PutResult(False, (SnapshotId(1),))
+    assert find(core, (1, 2, 3)) is None
+    assert core.stats().misses == 1
+
+
+def test_a_state_larger_than_the_budget_evicts_nobody() -> None:
+    """It is refused before anything is given up for it."""
+    core = PrefixCore(10)
+    keep(core, (1, 2), 1, 10)
+    assert keep(core, (1, 2, 3), 2, 11) == PutResult(False, (SnapshotId(2),))
+    assert len(core) == 1
+
+
+def test_the_end_of_a_lease_of_an_earlier_core_ends_no_other() -> None:
+    """A restarted cache is not confused by what was under way to the one before."""
+    before, after = PrefixCore(10), PrefixCore(10)
+    keep(before, (1, 2), 1)
+    keep(after, (1, 2), 1)
+    old, new = find(before, (1, 2, 3)), find(after, (1, 2, 3))
+    assert old is not None
+    assert new is not None
+    assert after.end_lease(old.lease) == ()
+    assert after.clear() == ()
+    assert after.end_lease(new.lease) == (SnapshotId(1),)
+
+
+def test_misuse_is_an_error_in_words() -> None:
+    """No ids, a negative size, a snapshot twice, two windows for one namespace."""
+    core = PrefixCore(10)
+    keep(core, (1, 2), 1)
+    with pytest.raises(ValueError, match="no tokens"):
+        keep(core, (), 2)
+    with pytest.raises(ValueError, match="less than nothing"):
+        keep(core, (1,), 2, -1)
+    with pytest.raises(ValueError, match="here already"):
+        keep(core, (3, 4), 1)
+    with pytest.raises(ValueError, match="trim window None"):
+        keep(core, (3, 4), 2, window=0)
+    with pytest.raises(ValueError, match="less than nothing"):
+        PrefixCore(-1)
+
+
+@pytest.mark.parametrize("window", [None, 300, 0])
+def test_long_prompts_are_matched_to_the_token(window: int | None) -> None:
+    """Edges of hundreds of ids, as real prompts have, split and join at the right id."""
+    rng = random.Random(5)
+    core, model = PrefixCore(10_000), BruteForce(10_000)
+    name = {None: "plain", 300: "long ring", 0: "recurrent"}[window]
+    stems = [tuple(rng.choices(range(60_000), k=500)) for _ in range(4)]
+    for number in range(120):
+        stem = rng.choice(stems)[: rng.choice((1, 128, 129, 499, 500))]
+        ids = stem + tuple(rng.choices(range(3), k=rng.randrange(4)))
+        snapshot = SnapshotId(number)
+        got = core.put(ids, name, snapshot, 1, kind="prompt", trim_window=window)
+        assert (got.kept, set(got.release)) == model.put(Kept(ids, name, snapshot, 1))
+        asked = (*rng.choice(stems)[: rng.randrange(1, 500)], 0, 1)
+        hit, found = core.lookup(asked, name, trim_window=window), model.lookup(asked, name)
+        assert (hit and (hit.snapshot, hit.length)) == (found and (found[0].snapshot, found[1]))
+        core.check_integrity()
