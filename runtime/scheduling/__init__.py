@@ -1,0 +1,1 @@
+"""Continuous batching as plain decisions: who waits, who runs, what the next step does."""

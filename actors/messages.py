@@ -1,0 +1,213 @@
+"""What the actors say to each other: closed unions of frozen values, one per receiver.
+
+Commands are imperative, events are in the past tense. No array, no text, no task in them; a
+:class:`~mlx_troupe.actors.reply.Reply` or a send end is the only live thing that may ride along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import trio
+
+from mlx_troupe.runtime.device import DeviceStats, ModelInfo, RowId, SnapshotId, StepDone, StepPlan
+from mlx_troupe.runtime.errors import TroupeError
+from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId
+from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
+
+from .reply import Reply
+
+# ---- to the scheduler ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request wants a row. ``events`` has room for everything that the row can ever say.
+
+    The reply is settled with None once the row is queued, or with
+    :class:`~mlx_troupe.runtime.errors.Overloaded`.
+    """
+
+    spec: RowSpec
+    events: trio.MemorySendChannel[RowEvent]
+    reply: Reply[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants this row any more. Unknown rows are ignored."""
+
+    row: RowId
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The prefix cache's answer; None is a miss."""
+
+    row: RowId
+    hit: Hit | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettled:
+    """A step's results."""
+
+    done: StepDone
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReady:
+    """The device holds a model and no rows."""
+
+    model: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLost:
+    """Every row and every kept state is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLost:
+    """The prefix cache was restarted empty; its states may be released by whoever plans steps."""
+
+    snapshots: tuple[SnapshotId, ...]
+
+
+SchedulerMessage: TypeAlias = (
+    Submit | Cancel | Found | StepSettled | DeviceReady | DeviceLost | CacheLost
+)
+
+# ---- to the prefix cache -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Find the longest usable prefix for a row; answered with :class:`Found`."""
+
+    row: RowId
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A state of exactly ``ids`` was made. No answer; what is not kept is released."""
+
+    snapshot: SnapshotId
+    ids: tuple[int, ...]
+    nbytes: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class EndLease:
+    """A lent state has been copied."""
+
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class EndAllLeases:
+    """Whoever held leases was restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget everything that is not lent; the reply is the number of entries forgotten."""
+
+    reply: Reply[int]
+
+
+CacheMessage: TypeAlias = Lookup | Put | EndLease | EndAllLeases | Clear | DeviceReady | DeviceLost
+
+# ---- to the GPU ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a step. With two under way the older one is waited for and answered."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Nothing more to launch for now: wait for the step under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Kept states that nobody can ask for any more."""
+
+    snapshots: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropRows:
+    """A new scheduler begins: forget rows and steps under way."""
+
+
+GpuCommand: TypeAlias = Launch | Settle | Release | DropRows
+
+# ---- between the GPU actor and its worker --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Load (again) and warm up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Nothing is running: give memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget everything; the worker ends."""
+
+
+WorkerCommand: TypeAlias = GpuCommand | Open | Rest | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The model is loaded and warm."""
+
+    model: ModelInfo
+    stats: DeviceStats
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    """The model cannot be served."""
+
+    error: TroupeError
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A step's results, with the device's figures after it."""
+
+    done: StepDone
+    stats: DeviceStats
+
+
+@dataclass(frozen=True, slots=True)
+class Rested:
+    """Memory was given back."""
+
+    stats: DeviceStats
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """The device raised: rows, states and steps under way are lost."""
+
+    error: Exception
+
+
+WorkerEvent: TypeAlias = Opened | OpenFailed | Settled | Rested | Broke

@@ -1,0 +1,205 @@
+"""The scheduler actor: a thin loop around :class:`SchedulerCore`.
+
+One task on trio's thread. It takes messages, lets the core decide, performs what the core returns
+and keeps one step running and one queued on the GPU. It never awaits anything but its mailbox.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+import trio
+
+from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.errors import Overloaded, Unavailable
+from mlx_troupe.runtime.scheduling.core import SchedulerCore
+from mlx_troupe.runtime.scheduling.effects import (
+    Discard,
+    Effect,
+    LookUp,
+    QueueFull,
+    ReturnLease,
+    RowBroken,
+    RowEnded,
+    RowEvent,
+    Started,
+    Store,
+    TokenMade,
+)
+
+from .gpu import GpuView
+from .mailbox import Mailbox
+from .messages import (
+    CacheLost,
+    CacheMessage,
+    Cancel,
+    DeviceLost,
+    DeviceReady,
+    DropRows,
+    EndAllLeases,
+    EndLease,
+    Found,
+    GpuCommand,
+    Launch,
+    Lookup,
+    Put,
+    Release,
+    SchedulerMessage,
+    Settle,
+    StepSettled,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerActor:
+    """Owns every row from its submission to its last event.
+
+    Args:
+        mailbox: its bound leaves room for each client's submit and cancel, two step results, and
+            one cache answer a row; only a submit may find it full (the sender answers 429).
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[SchedulerMessage],
+        core: SchedulerCore,
+        *,
+        gpu: Mailbox[GpuCommand],
+        cache: Mailbox[CacheMessage],
+        view: GpuView,
+    ) -> None:
+        self.core = core
+        self._mailbox = mailbox
+        self._gpu = gpu
+        self._cache = cache
+        self._view = view
+        self._events: dict[RowId, trio.MemorySendChannel[RowEvent]] = {}
+        self._settling = False
+        self._in_hand: SchedulerMessage | None = None
+
+    async def run(self) -> None:
+        """Serve until cancelled. A new incarnation first clears what an old one left behind."""
+        self._gpu.post(DropRows())
+        self._cache.post(EndAllLeases())
+        if self._view.model is not None:
+            self._perform(self.core.ready(self._view.model))
+        while True:
+            self._take(await self._mailbox.receive())
+            for message in self._mailbox.drain():
+                self._take(message)
+            self._pump()
+
+    def abandon(self, reason: str) -> None:
+        """Fail every row in hand and every submission not yet taken."""
+        for row_id in tuple(self._events):
+            self._send(RowBroken(row_id, reason))
+        left = [] if self._in_hand is None else [self._in_hand]
+        for message in (*left, *self._mailbox.drain()):
+            match message:
+                case Submit():
+                    message.reply.fail(Unavailable(reason))
+                    message.events.close()
+                case CacheLost(snapshots):
+                    self._gpu.post(Release(snapshots))
+                case DeviceReady() | DeviceLost() | StepSettled() | Found() | Cancel():
+                    # The next incarnation reads the device's state from the view, and the old
+                    # one's steps, lookups and rows end with it.
+                    pass
+                case _:
+                    assert_never(message)
+
+    def _take(self, message: SchedulerMessage) -> None:
+        self._in_hand = message
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(row):
+                self._forget(row)
+                self._perform(self.core.cancel(row))
+            case Found(row, hit):
+                self._perform(self.core.found(row, hit))
+            case StepSettled(done):
+                self._settling = False
+                self._perform(self.core.settled(done))
+            case DeviceReady(model):
+                self._perform(self.core.ready(model))
+            case DeviceLost(reason):
+                self._settling = False
+                self._perform(self.core.device_lost(reason))
+            case CacheLost(snapshots):
+                self.core.cache_lost()
+                self._gpu.post(Release(snapshots))
+            case _:
+                assert_never(message)
+        self._in_hand = None
+
+    def _submit(self, message: Submit) -> None:
+        result = self.core.submit(message.spec)
+        if isinstance(result, QueueFull):
+            message.events.close()
+            message.reply.fail(
+                Overloaded(
+                    f"{result.waiting} requests are waiting already; try again later",
+                    retry_after=result.retry_after,
+                )
+            )
+            return
+        self._events[message.spec.row] = message.events
+        message.reply.set(None)
+        self._perform(result)
+
+    def _pump(self) -> None:
+        while (planned := self.core.plan()) is not None:
+            plan, effects = planned
+            self._gpu.post(Launch(plan))
+            self._perform(effects)
+        if self.core.in_flight == 1 and not self._settling:
+            self._settling = True
+            self._gpu.post(Settle())
+
+    def _perform(self, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case Started() | TokenMade() | RowEnded() | RowBroken():
+                    self._send(effect)
+                case LookUp(row, ids):
+                    self._look_up(row, ids)
+                case Store(snapshot, ids, nbytes, kind):
+                    try:
+                        self._cache.post(Put(snapshot, ids, nbytes, kind))
+                    except trio.WouldBlock:
+                        self._gpu.post(Release((snapshot,)))
+                case ReturnLease(lease):
+                    self._cache.post(EndLease(lease))
+                case Discard(snapshot):
+                    self._gpu.post(Release((snapshot,)))
+                case _:
+                    assert_never(effect)
+
+    def _look_up(self, row: RowId, ids: tuple[int, ...]) -> None:
+        try:
+            self._cache.post(Lookup(row, ids))
+        except trio.WouldBlock:
+            self._perform(self.core.found(row, None))
+
+    def _send(self, event: RowEvent) -> None:
+        channel = self._events.get(event.row)
+        if channel is None:
+            return
+        try:
+            channel.send_nowait(event)
+        except trio.BrokenResourceError:
+            # The reader closed its end: that is how a request is cancelled.
+            self._forget(event.row)
+            self._perform(self.core.cancel(event.row))
+            return
+        if isinstance(event, RowEnded | RowBroken):
+            self._forget(event.row)
+
+    def _forget(self, row: RowId) -> None:
+        channel = self._events.pop(row, None)
+        if channel is not None:
+            channel.close()

@@ -1,0 +1,102 @@
+"""Starts the permanent actors, restarts those that crash, and knows who is well.
+
+One task per child. A child that crashes first answers everything that it has in hand
+(:meth:`Actor.abandon`), then a new instance is built on the same mailbox. More crashes than its
+allowance inside its window, or a :class:`Fatal` one, end the runtime: health says failed and the
+error leaves :meth:`Supervisor.run`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+log = logging.getLogger(__name__)
+
+
+class Actor(Protocol):
+    """A permanent member of the cast."""
+
+    async def run(self) -> None:
+        """The loop; returns only at shutdown."""
+        ...
+
+    def abandon(self, reason: str) -> None:
+        """Answer everything in hand and in the mailbox; never waits, never raises."""
+        ...
+
+
+class Fatal(Exception):
+    """A crash that a restart cannot mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """How an actor is built, and how often it may crash within ``window`` seconds."""
+
+    name: str
+    build: Callable[[], Actor]
+    restarts: int = 5
+    window: float = 60.0
+
+
+class Supervisor:
+    """Keeps its children running and their states honest."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = tuple(children)
+        self.states: dict[str, str] = {child.name: "starting" for child in children}
+        self.crashes: dict[str, int] = {child.name: 0 for child in children}
+        self.failure: str | None = None
+
+    async def run(self) -> None:
+        """Run all children until cancelled. Raises what ended the company."""
+        async with trio.open_nursery() as nursery:
+            for child in self._children:
+                nursery.start_soon(self._keep, child, name=child.name)
+
+    async def _keep(self, child: Child) -> None:
+        crashed: deque[float] = deque()
+        while True:
+            actor = child.build()
+            self.states[child.name] = "running"
+            try:
+                await actor.run()
+                return
+            except Exception as error:
+                self.states[child.name] = "restarting"
+                self.crashes[child.name] += 1
+                log.exception("%s crashed", child.name)
+                actor.abandon(f"{child.name} failed: {describe(error)}")
+                now = trio.current_time()
+                crashed.append(now)
+                while now - crashed[0] > child.window:
+                    crashed.popleft()
+                if len(crashed) > child.restarts or _fatal(error):
+                    self.states[child.name] = "failed"
+                    self.failure = f"{child.name}: {describe(error)}"
+                    raise
+                # Lets the failed requests leave and /health be read before the next try.
+                await trio.sleep(0.05)
+            except BaseException:
+                self.states[child.name] = "stopped"
+                actor.abandon("the server is stopping")
+                raise
+
+
+def _fatal(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_fatal(inner) for inner in error.exceptions)
+    return isinstance(error, Fatal)
+
+
+def describe(error: BaseException) -> str:
+    """The innermost message of an error, without the wrapping of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__

@@ -1,0 +1,188 @@
+"""The thread that computes: one dedicated OS thread, one device, strictly one call at a time.
+
+A limiter of one on trio's worker threads would not do: MLX's streams and lazy arrays belong to
+the thread that made them. Commands come through a queue; events go into a deque, followed by one
+idempotent wake-up that never raises. (A send from this thread into a closed trio channel would
+kill the whole loop.)
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+import trio
+
+from mlx_troupe.runtime.device import Device
+from mlx_troupe.runtime.errors import ModelError, TroupeError
+
+from .messages import (
+    Broke,
+    Close,
+    DropRows,
+    Launch,
+    Open,
+    Opened,
+    OpenFailed,
+    Release,
+    Rest,
+    Rested,
+    Settle,
+    Settled,
+    WorkerCommand,
+    WorkerEvent,
+)
+
+
+class Worker(Protocol):
+    """Where a device runs. ``start`` and ``receive`` are called on trio's thread."""
+
+    def start(self) -> None:
+        """Begin to serve commands."""
+        ...
+
+    def submit(self, command: WorkerCommand) -> None:
+        """Queue a command; never waits. The scheduler's pipeline bounds what can be queued."""
+        ...
+
+    async def receive(self) -> WorkerEvent:
+        """The next event."""
+        ...
+
+    def stop(self) -> None:
+        """Close the device after the command that is running; does not wait."""
+        ...
+
+
+class Conductor:
+    """The order of calls on a device, apart from where they run: commands in, events out."""
+
+    def __init__(self, device: Device, post: Callable[[WorkerEvent], None]) -> None:
+        self._device = device
+        self._post = post
+        self._under_way = 0
+        self._broken = False
+
+    def perform(self, command: WorkerCommand) -> None:
+        """Carry out one command. Every fault of the device becomes an event."""
+        try:
+            self._perform(command)
+        except Exception as error:  # the device may raise anything; it is reported, never lost
+            self._broken = True
+            self._post(Broke(error))
+
+    def _perform(self, command: WorkerCommand) -> None:
+        if self._broken and not isinstance(command, Open | Close):
+            return
+        match command:
+            case Open():
+                self._open()
+            case Launch(plan):
+                self._device.launch(plan)
+                self._under_way += 1
+                if self._under_way > 1:
+                    self._settle()
+            case Settle():
+                if self._under_way:
+                    self._settle()
+            case Release(snapshots):
+                self._device.release(snapshots)
+            case DropRows():
+                self._under_way = 0
+                self._device.drop_rows()
+            case Rest():
+                if not self._under_way:
+                    self._device.idle()
+                    self._post(Rested(self._device.stats()))
+            case Close():
+                self._under_way = 0
+                self._device.close()
+            case _:
+                assert_never(command)
+
+    def _open(self) -> None:
+        self._under_way = 0
+        try:
+            if self._broken:
+                self._device.close()
+            model = self._device.open()
+        except TroupeError as error:
+            self._post(OpenFailed(error))
+        except Exception as error:  # a loader may raise anything
+            self._post(OpenFailed(ModelError(f"the model cannot be loaded: {error}")))
+        else:
+            self._broken = False
+            self._post(Opened(model, self._device.stats()))
+
+    def _settle(self) -> None:
+        done = self._device.settle()
+        self._under_way -= 1
+        self._post(Settled(done, self._device.stats()))
+
+
+class ThreadWorker:
+    """Runs a device on a thread of its own."""
+
+    def __init__(self, device: Device) -> None:
+        self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
+        self._events: deque[WorkerEvent] = deque()
+        self._device = device
+        self._thread: threading.Thread | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._wake = trio.Event()
+
+    def start(self) -> None:
+        """Start the thread, once; later calls are ignored."""
+        if self._thread is None:
+            # A waiting event loop must not wait the default 5 ms for the interpreter.
+            sys.setswitchinterval(0.0005)
+            self._token = trio.lowlevel.current_trio_token()
+            self._thread = threading.Thread(target=self._run, name="gpu", daemon=True)
+            self._thread.start()
+
+    def submit(self, command: WorkerCommand) -> None:
+        """Queue a command for the thread."""
+        self._commands.put(command)
+
+    async def receive(self) -> WorkerEvent:
+        """The next event; cancellation loses none."""
+        while not self._events:
+            self._wake = trio.Event()
+            if not self._events:
+                await self._wake.wait()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return self._events.popleft()
+
+    def stop(self) -> None:
+        """Ask the thread to close the device and end."""
+        self._commands.put(Close())
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread's end; False when it did not come in time. Blocks the caller."""
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        conductor = Conductor(self._device, self._send)
+        while True:
+            command = self._commands.get()
+            conductor.perform(command)
+            if isinstance(command, Close):
+                return
+
+    def _send(self, event: WorkerEvent) -> None:
+        self._events.append(event)
+        assert self._token is not None
+        try:
+            self._token.run_sync_soon(self._wake_up, idempotent=True)
+        except trio.RunFinishedError:
+            return
+
+    def _wake_up(self) -> None:
+        self._wake.set()

@@ -1,0 +1,148 @@
+"""Turns what a client sent into a fully resolved request: defaults, ranges, limits.
+
+Plain functions, run wherever a request is made. Knows the model's vocabulary and window; knows
+neither text nor wire formats. Raises before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from .device import ModelInfo
+from .errors import ContextLengthExceeded, InvalidRequest
+from .requests import GenerationRequest, Sampling, SamplingRequest
+from .settings import Settings
+
+MAX_STOPS = 64
+UNKNOWN_WINDOW = 131_072
+"""Most tokens of a row whose model does not say how long its window is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What an omitted field means: the operator's flag, else the model's file, else 0.7/off."""
+
+    temperature: float = 0.7
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @classmethod
+    def load(cls, settings: Settings) -> SamplingDefaults:
+        """Read ``generation_config.json`` beside the model; unreadable files count as absent."""
+        read = _generation_config(settings.model / "generation_config.json")
+        sampled = read.get("do_sample", True) is not False
+        temperature = _number(read.get("temperature"), 0.7) if sampled else 0.0
+        top_k = int(_number(read.get("top_k"), 0.0))
+        return cls(
+            temperature=temperature if settings.temperature is None else settings.temperature,
+            top_p=_number(read.get("top_p"), 0.0) if settings.top_p is None else settings.top_p,
+            top_k=top_k if settings.top_k is None else settings.top_k,
+            min_p=_number(read.get("min_p"), 0.0),
+        )
+
+
+def resolve_sampling(
+    wanted: SamplingRequest, defaults: SamplingDefaults, model: ModelInfo
+) -> Sampling:
+    """Fill in defaults and check ranges. Raises InvalidRequest naming the field."""
+    for token, bias in wanted.logit_bias:
+        if not 0 <= token < model.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias names token {token}, but the vocabulary has {model.vocab_size}",
+                param="logit_bias",
+            )
+        _within("logit_bias", bias, -100.0, 100.0)
+    top_k = defaults.top_k if wanted.top_k is None else wanted.top_k
+    if top_k < -1:
+        raise InvalidRequest(f"top_k must be 0 (off) or more, got {top_k}", param="top_k")
+    repetition = wanted.repetition_penalty
+    if repetition is not None and not (math.isfinite(repetition) and repetition > 0):
+        raise InvalidRequest(
+            f"repetition_penalty must be over 0, got {repetition}", param="repetition_penalty"
+        )
+    return Sampling(
+        temperature=_within("temperature", wanted.temperature, 0.0, 5.0, defaults.temperature),
+        top_p=_within("top_p", wanted.top_p, 0.0, 1.0, defaults.top_p),
+        top_k=0 if top_k < 0 or top_k >= model.vocab_size else top_k,
+        min_p=_within("min_p", wanted.min_p, 0.0, 1.0, defaults.min_p),
+        xtc_probability=_within("xtc_probability", wanted.xtc_probability, 0.0, 1.0, 0.0),
+        xtc_threshold=_within("xtc_threshold", wanted.xtc_threshold, 0.0, 0.5, 0.1),
+        seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
+        logit_bias=wanted.logit_bias,
+        repetition_penalty=0.0 if repetition in (None, 1.0) else float(repetition or 0.0),
+        repetition_context_size=_window("repetition", wanted.repetition_context_size),
+        presence_penalty=_within("presence_penalty", wanted.presence_penalty, -2.0, 2.0, 0.0),
+        presence_context_size=_window("presence", wanted.presence_context_size),
+        frequency_penalty=_within("frequency_penalty", wanted.frequency_penalty, -2.0, 2.0, 0.0),
+        frequency_context_size=_window("frequency", wanted.frequency_context_size),
+    )
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise InvalidRequest for limits that no model could serve."""
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidRequest(
+            f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
+        )
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+    if any(not stop for stop in request.stop):
+        raise InvalidRequest("a stop string must not be empty", param="stop")
+
+
+def token_limit(
+    prompt_tokens: int, wanted: int | None, settings: Settings, model: ModelInfo
+) -> int:
+    """Most tokens to generate: the client's, the operator's and the window's least.
+
+    Raises:
+        ContextLengthExceeded: the prompt alone fills the window.
+    """
+    window = model.context_window or UNKNOWN_WINDOW
+    room = window - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens, but the context window of {model.name} is "
+            f"{window} tokens and at least one must be left for the answer",
+            param="messages",
+        )
+    return min(n for n in (room, wanted, settings.max_tokens) if n is not None)
+
+
+def _within(name: str, value: float | None, low: float, high: float, default: float = 0.0) -> float:
+    if value is None:
+        return default
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(
+            f"{name} must be between {low:g} and {high:g}, got {value}", param=name
+        )
+    return float(value)
+
+
+def _window(name: str, value: int | None) -> int:
+    if value is None:
+        return 20
+    if value < 0:
+        raise InvalidRequest(
+            f"{name}_context_size must be 0 (all) or more, got {value}",
+            param=f"{name}_context_size",
+        )
+    return value
+
+
+def _generation_config(path: Path) -> dict[str, object]:
+    try:
+        read = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _number(value: object, default: float) -> float:
+    usable = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if usable and math.isfinite(float(value)) else default  # type: ignore[arg-type]

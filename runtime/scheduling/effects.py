@@ -1,0 +1,127 @@
+"""What the scheduler's core asks its actor to do, as values.
+
+The core never sends, waits or looks at a clock; each of its methods returns a tuple of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..device import RowId, SnapshotId
+from ..prefix.entries import Kind, LeaseId
+from ..requests import FinishReason, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """A row that a request wants: prompt ids, sampling and its limits.
+
+    ``limit`` is the most tokens to generate, at least 1, already within the context window.
+    ``stop_ids`` end the row like the model's own end tokens.
+    """
+
+    row: RowId
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    limit: int
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The row left the queue; ``cached_tokens`` of its prompt need not be computed."""
+
+    row: RowId
+    cached_tokens: int
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMade:
+    """One more token, in order; an end token is included."""
+
+    row: RowId
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnded:
+    """The row is complete; its last token was already reported."""
+
+    row: RowId
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RowBroken:
+    """The row failed; nothing more will come of it."""
+
+    row: RowId
+    message: str
+
+
+RowEvent: TypeAlias = Started | TokenMade | RowEnded | RowBroken
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Ask the prefix cache for the longest usable prefix of a row's prompt."""
+
+    row: RowId
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Offer a kept state of exactly ``ids`` to the prefix cache."""
+
+    snapshot: SnapshotId
+    ids: tuple[int, ...]
+    nbytes: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnLease:
+    """A lent prefix has been copied (or will never be)."""
+
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """A kept state that nobody knows what to do with: the device may forget it."""
+
+    snapshot: SnapshotId
+
+
+Effect: TypeAlias = RowEvent | LookUp | Store | ReturnLease | Discard
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFull:
+    """The answer to a submission that finds the queue full."""
+
+    waiting: int
+    retry_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Live figures of the scheduler; counts of rows and tokens since its start."""
+
+    waiting_rows: int
+    prefill_rows: int
+    decode_rows: int
+    submitted: int
+    finished: int
+    cancelled: int
+    failed: int
+    refused: int
+    generated_tokens: int
+    prefilled_tokens: int
+    shared_tokens: int
+    steps: int
+    prefill_chunk: int
+    decode_step_seconds: float

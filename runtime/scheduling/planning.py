@@ -1,0 +1,202 @@
+"""Builds one step out of the live rows: what is kept, ended, started, prefilled and decoded.
+
+Runs inside the scheduler's core. Rows are taken in order of admission, never in the order in
+which tasks happened to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..device import (
+    FromSnapshot,
+    KeepRow,
+    ModelInfo,
+    PrefillRow,
+    RowId,
+    SnapshotId,
+    StartRow,
+    StepId,
+    StepPlan,
+)
+from ..prefix.entries import Kind, LeaseId
+from .chunks import MAX_CHUNK, ChunkSizer
+from .rows import Choice, Phase, Row, choose_source
+
+KEEP_AT_LEAST = 16
+"""States of fewer tokens are cheaper to compute again than to keep."""
+PROMPT_ENTRY_AT_LEAST = 256
+"""New tokens from which a prompt gets an entry of its own if its state cannot be cut later."""
+TAIL = 32
+"""A leader whose chunk ends this close behind a shared prefix is not stopped at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingKeep:
+    """A snapshot on its way: which ids its state stands for once it is made."""
+
+    snapshot: SnapshotId
+    ids: tuple[int, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step with what must be remembered until it settles."""
+
+    plan: StepPlan
+    keeps: tuple[PendingKeep, ...]
+    started: tuple[Row, ...]
+    leases: tuple[LeaseId, ...]
+    prefilled: int
+
+
+class Planner:
+    """Turns the live rows into the next step and marks on them what was launched."""
+
+    def __init__(
+        self, sizer: ChunkSizer, *, new_snapshot: Callable[[], SnapshotId], cache: bool
+    ) -> None:
+        self._sizer = sizer
+        self._new_snapshot = new_snapshot
+        self._cache = cache
+        self.prefilled_tokens = 0
+        self.shared_tokens = 0
+
+    def plan(
+        self, rows: list[Row], model: ModelInfo, new_step: Callable[[], StepId]
+    ) -> Planned | None:
+        """The next step for ``rows`` (in order of admission), or None if nothing can be done."""
+        rows = sorted(rows, key=lambda row: row.number)
+        keeps = self._keeps(rows, model)
+        starts, started, waits = self._starts(rows, model)
+        ends = tuple(row.id for row in rows if row.phase is Phase.ENDING)
+        prefill = self._prefill(rows, model, waits)
+        decode = self._decode(rows, model)
+        if not (keeps or starts or ends or prefill or decode):
+            return None
+        plan = StepPlan(
+            new_step(),
+            keep=tuple(keep for keep, _ in keeps),
+            start=tuple(starts),
+            end=ends,
+            prefill=tuple(prefill),
+            decode=tuple(row.id for row in decode),
+        )
+        leases = tuple(row.lease for row in started if row.lease is not None)
+        for row in started:
+            row.lease = None
+        return Planned(
+            plan,
+            tuple(pending for _, pending in keeps),
+            tuple(started),
+            leases,
+            sum(part.count for part in prefill),
+        )
+
+    def _keeps(self, rows: list[Row], model: ModelInfo) -> list[tuple[KeepRow, PendingKeep]]:
+        if not self._cache:
+            return []
+        kept: list[tuple[KeepRow, PendingKeep]] = []
+        for row in rows:
+            if row.phase is Phase.ENDING:
+                ids = row.known
+                kind: Kind = "final" if row.generated else "partial"
+            elif row.keep_prompt and row.processed == row.prompt_goal and not row.launched_tokens:
+                row.keep_prompt = False
+                ids, kind = row.spec.prompt[:-1], "prompt"
+            else:
+                continue
+            if len(ids) >= KEEP_AT_LEAST:
+                snapshot = self._new_snapshot()
+                kept.append((KeepRow(row.id, len(ids), snapshot), PendingKeep(snapshot, ids, kind)))
+        return kept
+
+    def _starts(
+        self, rows: list[Row], model: ModelInfo
+    ) -> tuple[list[StartRow], list[Row], dict[RowId, list[int]]]:
+        starts: list[StartRow] = []
+        started: list[Row] = []
+        waits: dict[RowId, list[int]] = {}
+        donors = [r for r in rows if r.phase in (Phase.PREFILL, Phase.DECODE, Phase.ENDING)]
+        for row in rows:
+            if row.phase is not Phase.READY:
+                continue
+            choice = choose_source(row, donors, trim_window=model.trim_window)
+            if choice.wait_for is not None:
+                waits.setdefault(choice.wait_for, []).append(choice.wait_length)
+                continue
+            starts.append(self._start(row, choice, model))
+            started.append(row)
+            donors.append(row)
+        return starts, started, waits
+
+    def _start(self, row: Row, choice: Choice, model: ModelInfo) -> StartRow:
+        row.processed = row.cached = choice.length
+        row.move(Phase.PREFILL if row.remaining else Phase.DECODE)
+        uncuttable = not model.can_trim(len(row.spec.prompt) + row.spec.limit)
+        row.keep_prompt = self._cache and uncuttable and row.remaining >= PROMPT_ENTRY_AT_LEAST
+        if not isinstance(choice.source, FromSnapshot):
+            self.shared_tokens += choice.length
+        row.hit = None
+        return StartRow(row.id, row.spec.prompt, row.spec.sampling, choice.source)
+
+    def _prefill(
+        self, rows: list[Row], model: ModelInfo, waits: dict[RowId, list[int]]
+    ) -> list[PrefillRow]:
+        pending = [row for row in rows if row.phase is Phase.PREFILL]
+        if not pending:
+            return []
+        running = any(row.phase is Phase.DECODE for row in rows)
+        budget = self._sizer.chunk if running else MAX_CHUNK
+        parts: list[PrefillRow] = []
+        for row in _fair_order(pending, budget):
+            if budget <= 0:
+                break
+            count = _stop_at_shared(row, min(budget, row.remaining), waits.get(row.id, []), model)
+            parts.append(PrefillRow(row.id, count))
+            budget -= count
+            row.processed += count
+            self.prefilled_tokens += count
+            if not row.remaining:
+                row.move(Phase.DECODE)
+        return parts
+
+    def _decode(self, rows: list[Row], model: ModelInfo) -> list[Row]:
+        chosen: list[Row] = []
+        for row in rows:
+            if row.phase is not Phase.DECODE or row.launched_tokens >= row.spec.limit:
+                continue
+            if row.keep_prompt:
+                # The prompt's state is copied at the head of the next step, before it changes.
+                continue
+            row.in_flight += 1
+            row.processed += 1
+            chosen.append(row)
+        return chosen
+
+
+def _fair_order(pending: list[Row], budget: int) -> list[Row]:
+    """Oldest first, but rows that are short take up to half of the step before it."""
+    oldest, rest = pending[0], pending[1:]
+    short: list[Row] = []
+    room = budget // 2
+    for row in sorted(rest, key=lambda r: (r.remaining, r.number)):
+        if row.remaining > room:
+            break
+        room -= row.remaining
+        short.append(row)
+    if oldest.remaining <= budget:
+        return pending
+    return [*short, oldest, *[row for row in rest if row not in short]]
+
+
+def _stop_at_shared(row: Row, count: int, waits: list[int], model: ModelInfo) -> int:
+    """Shorten a chunk so that rows waiting for a shared prefix can fork exactly behind it."""
+    end = row.processed + count
+    for shared in sorted(waits):
+        inside = row.processed < shared < end
+        if inside and (end - shared > TAIL or not model.can_trim(end)):
+            return shared - row.processed
+    return count

@@ -1,0 +1,143 @@
+"""One request's row as the scheduler sees it: one object, one owner, legal transitions as data.
+
+Runs inside the scheduler's core. Knows counts and ids, never arrays or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from ..device import Cold, FromRow, FromSnapshot, RowId, Source
+from ..prefix.entries import LeaseId
+from .effects import RowSpec
+
+MIN_SHARED = 16
+"""Fewer shared tokens than this are not worth waiting for or copying."""
+
+
+class Phase(Enum):
+    """Where a row stands. Only the transitions of :data:`LEGAL` happen."""
+
+    WAITING = auto()
+    LOOKING = auto()
+    READY = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    ENDING = auto()
+
+
+LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
+    {
+        (Phase.WAITING, Phase.LOOKING),
+        (Phase.LOOKING, Phase.READY),
+        (Phase.READY, Phase.PREFILL),
+        (Phase.READY, Phase.DECODE),
+        (Phase.PREFILL, Phase.DECODE),
+        (Phase.PREFILL, Phase.ENDING),
+        (Phase.DECODE, Phase.ENDING),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row from submission to its last step.
+
+    Attributes:
+        processed: tokens in the device's state once every launched step has run.
+        in_flight: decodes that were launched and whose token is not known yet.
+        generated: tokens known so far; the last one is not in the state unless a step ran ahead.
+        hit: what the prefix cache lent, until the row has started.
+        waits_for: the row in prefill whose state this one will fork.
+    """
+
+    spec: RowSpec
+    number: int
+    ids: npt.NDArray[np.int64]
+    phase: Phase = Phase.WAITING
+    processed: int = 0
+    in_flight: int = 0
+    cached: int = 0
+    generated: list[int] = field(default_factory=list)
+    hit: FromSnapshot | None = None
+    lease: LeaseId | None = None
+    keep_prompt: bool = False
+    cancelled: bool = False
+
+    @property
+    def id(self) -> RowId:
+        """The row's id."""
+        return self.spec.row
+
+    @property
+    def prompt_goal(self) -> int:
+        """Prompt tokens to process before the first decode: all but the last."""
+        return len(self.spec.prompt) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens still to be prefilled."""
+        return max(0, self.prompt_goal - self.processed)
+
+    @property
+    def launched_tokens(self) -> int:
+        """Tokens generated or being generated."""
+        return len(self.generated) + self.in_flight
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Prompt and generated ids whose state is certain: all but the last sampled one."""
+        ids = self.spec.prompt + tuple(self.generated)
+        return ids[: min(self.processed, len(ids) - 1)]
+
+    def move(self, to: Phase) -> None:
+        """Change phase; raises ValueError on a transition that :data:`LEGAL` does not list."""
+        if (self.phase, to) not in LEGAL:
+            raise ValueError(f"row {self.id} cannot go from {self.phase.name} to {to.name}")
+        self.phase = to
+
+
+def shared_length(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
+    """Number of leading ids that ``a`` and ``b`` have in common."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a row's state comes from now, and what it would rather wait for.
+
+    ``wait_for``/``wait_length``: a row in prefill that will soon hold more of this prompt.
+    """
+
+    source: Source
+    length: int
+    wait_for: RowId | None = None
+    wait_length: int = 0
+
+
+def choose_source(
+    row: Row, donors: list[Row], *, trim_window: int | None, may_wait: bool = True
+) -> Choice:
+    """The longest prefix that ``row`` can start from: the cache's hit or another row's state."""
+    best = Choice(Cold(), 0) if row.hit is None else Choice(row.hit, row.hit.length)
+    wait_for: RowId | None = None
+    wait_length = best.length + MIN_SHARED - 1
+    for donor in donors:
+        common = min(shared_length(row.ids, donor.ids), row.prompt_goal)
+        now = min(common, donor.processed)
+        cuttable = trim_window is None or donor.processed <= trim_window
+        if now > max(best.length, MIN_SHARED - 1) and (cuttable or now == donor.processed):
+            best = Choice(FromRow(donor.id, now), now)
+        later = min(common, donor.prompt_goal)
+        reachable = trim_window is None or later <= trim_window
+        if donor.phase is Phase.PREFILL and reachable and later > max(wait_length, now):
+            wait_for, wait_length = donor.id, later
+    if may_wait and wait_for is not None and wait_length >= best.length + MIN_SHARED:
+        return Choice(best.source, best.length, wait_for, wait_length)
+    return best
