@@ -1,0 +1,289 @@
+"""Prompts to token ids.
+
+Owns the rules by which messages are rendered (the merge rule is in ``messages``) and by which ids
+that the model generated earlier take the place of their text. Holds no state of its own: any
+thread may build, and long prompts are built off the event loop.
+
+A conversation that ends with an assistant turn is continued: the prompt ends with that turn's
+text, where the template renders it, and no new turn is opened.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from ..errors import InvalidRequest
+from ..requests import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from .messages import Messages, as_dicts, has_calls, has_scattered_system, shapes
+from .provenance import Provenance
+from .tokenizer import TemplateError, Tokenizer
+
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Names that belong to the rendering call itself and are no settings of a template."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPrompt:
+    """A prompt as the model reads it.
+
+    ``opens_reasoning``: the prompt ends inside a reasoning block, so the answer begins in it.
+    """
+
+    ids: tuple[int, ...]
+    opens_reasoning: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One way to hand messages to a template."""
+
+    messages: Messages
+    object_arguments: bool
+    kwargs: Mapping[str, object]
+
+
+class PromptBuilder:
+    """Builds prompts for one tokenizer; raises InvalidRequest for what cannot be a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, provenance: Provenance) -> None:
+        self._tokenizer = tokenizer
+        self._provenance = provenance
+
+    def build(self, prompt: Prompt) -> BuiltPrompt:
+        """Token ids of a prompt; at least one."""
+        match prompt:
+            case ChatPrompt():
+                return self._build_chat(prompt)
+            case TextPrompt(text=text):
+                return self._build_text(text)
+            case TokenPrompt(ids=ids):
+                return self._build_tokens(ids)
+            case _:
+                assert_never(prompt)
+
+    def _build_text(self, text: str) -> BuiltPrompt:
+        bos = self._tokenizer.bos_text
+        # A text that brings its own beginning token must not get a second one.
+        has_bos = bool(bos) and text.startswith(bos or "")
+        ids = self._encode(text, param="prompt", add_special_tokens=not has_bos)
+        return BuiltPrompt(_not_empty(ids, param="prompt"))
+
+    def _build_tokens(self, ids: tuple[int, ...]) -> BuiltPrompt:
+        size = self._tokenizer.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"Token id {token_id} is outside the vocabulary of {size}.", param="prompt"
+                )
+        return BuiltPrompt(_not_empty(ids, param="prompt"))
+
+    def _build_chat(self, prompt: ChatPrompt) -> BuiltPrompt:
+        self._check_chat(prompt)
+        form, text = self._first_that_renders(prompt)
+        _check_unicode(text, param="messages")
+        ids = self._spliced(form, text)
+        if ids is None:
+            ids = self._encode(text, param="messages", add_special_tokens=False)
+        markers = self._tokenizer.think_markers
+        opens = markers is not None and text.rstrip().endswith(markers[0])
+        return BuiltPrompt(_not_empty(ids, param="messages"), opens)
+
+    def _check_chat(self, prompt: ChatPrompt) -> None:
+        if not prompt.messages:
+            raise InvalidRequest("There are no messages.", param="messages")
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequest(
+                "This model has no chat template; use text completions instead.",
+                param="messages",
+                code="no_chat_template",
+            )
+        for name in prompt.template_kwargs:
+            if name in _RESERVED:
+                raise InvalidRequest(
+                    f"{name!r} is not a setting of a chat template.", param="chat_template_kwargs"
+                )
+
+    def _first_that_renders(self, prompt: ChatPrompt) -> tuple[_Form, str]:
+        """The first form that the template takes and that loses no system message."""
+        refusal: TemplateError | None = None
+        incomplete: tuple[_Form, str] | None = None
+        for form in _forms(prompt):
+            try:
+                text = self._render(form)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            if not _loses_system(form.messages, text):
+                return form, text
+            incomplete = incomplete or (form, text)
+        if incomplete is not None:
+            return incomplete
+        raise InvalidRequest(str(refusal), param="messages", code="chat_template") from refusal
+
+    def _render(self, form: _Form) -> str:
+        last = form.messages[-1]
+        if last.role != "assistant" or has_calls(last) or not last.content:
+            return self._rendered(form, form.messages, add_generation_prompt=True)
+        mark = _mark()
+        marked = (*form.messages[:-1], replace(last, content=last.content + mark))
+        text = self._rendered(form, marked, add_generation_prompt=False)
+        if text.count(mark) != 1:
+            raise TemplateError("The model's chat template cannot continue an assistant message.")
+        return text.partition(mark)[0]
+
+    def _rendered(self, form: _Form, messages: Messages, *, add_generation_prompt: bool) -> str:
+        return self._tokenizer.render(
+            as_dicts(messages, object_arguments=form.object_arguments),
+            add_generation_prompt=add_generation_prompt,
+            **form.kwargs,
+        )
+
+    def _spliced(self, form: _Form, text: str) -> tuple[int, ...] | None:
+        """Ids with remembered answers in place of their text, or None to encode plainly.
+
+        Answers are rendered as unique marks; where putting the texts back gives the ordinary
+        rendering, the marks show where each answer stands. The result must spell what the plain
+        encoding spells.
+        """
+        known = self._remembered(form.messages)
+        if not known:
+            return None
+        marks = {index: _mark() for index in known}
+        try:
+            marked = self._render(replace(form, messages=_with_marks(form.messages, marks)))
+        except TemplateError:
+            return None
+        found: list[int] = []
+        position = 0
+        for index, mark in marks.items():
+            place = marked.find(mark, position)
+            if marked.count(mark) == 1 and place >= 0:
+                position = place
+                found.append(index)
+            else:
+                marked = marked.replace(mark, form.messages[index].content)
+        pieces = _split(marked, [marks[index] for index in found])
+        answers = [form.messages[index].content for index in found]
+        if not found or _interleave(pieces, answers) != text:
+            return None
+        return self._joined(text, pieces, [(form.messages[i].content, known[i]) for i in found])
+
+    def _joined(
+        self, text: str, pieces: list[str], answers: list[tuple[str, tuple[int, ...]]]
+    ) -> tuple[int, ...] | None:
+        ids: list[int] = []
+        for piece, (answer, answer_ids) in zip(pieces, answers, strict=False):
+            # Ids may begin with a blank that belongs to the template's text before the answer.
+            lead = self._spell(answer_ids).removesuffix(answer)
+            ids += self._encode(piece.removesuffix(lead), param="messages")
+            ids += answer_ids
+        ids += self._encode(pieces[-1], param="messages")
+        plain = self._encode(text, param="messages")
+        if self._tokenizer.decode(ids) != self._tokenizer.decode(plain):
+            return None
+        return tuple(ids)
+
+    def _remembered(self, messages: Messages) -> dict[int, tuple[int, ...]]:
+        return {
+            index: ids
+            for index, message in enumerate(messages)
+            if message.role == "assistant"
+            and not has_calls(message)
+            and (ids := self._provenance.recall(message.content)) is not None
+        }
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self._tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+    def _encode(
+        self, text: str, *, param: str, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        _check_unicode(text, param=param)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _forms(prompt: ChatPrompt) -> Iterator[_Form]:
+    """All forms to try: few templates need the later ones, so the first is nearly always used.
+
+    Some templates iterate over ``tools`` without asking whether there are any, and some append a
+    call's arguments to a string.
+    """
+    plain = dict(prompt.template_kwargs)
+    settings = [plain] if "tools" in plain else [plain, {**plain, "tools": []}]
+    arguments = (True, False) if any(map(has_calls, prompt.messages)) else (True,)
+    for messages in shapes(prompt.messages):
+        for object_arguments in arguments:
+            for kwargs in settings:
+                yield _Form(messages, object_arguments, kwargs)
+
+
+def _loses_system(messages: Messages, text: str) -> bool:
+    return has_scattered_system(messages) and not all(
+        m.content.strip() in text for m in messages if m.role == "system"
+    )
+
+
+def _with_marks(messages: Messages, marks: Mapping[int, str]) -> Messages:
+    def marked(index: int, message: Message) -> Message:
+        return replace(message, content=marks[index]) if index in marks else message
+
+    return tuple(marked(index, message) for index, message in enumerate(messages))
+
+
+def _mark() -> str:
+    """A word that no text contains and that templates leave alone."""
+    return f"mark{secrets.token_hex(12)}"
+
+
+def _split(text: str, marks: Sequence[str]) -> list[str]:
+    pieces = []
+    for mark in marks:
+        before, _, text = text.partition(mark)
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _interleave(pieces: Sequence[str], answers: Sequence[str]) -> str:
+    return "".join(p + a for p, a in zip(pieces, [*answers, ""], strict=True))
+
+
+def _check_unicode(text: str, *, param: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            "The text holds half of a surrogate pair, which is no character.", param=param
+        ) from error
+
+
+def _not_empty(ids: Sequence[int], *, param: str) -> tuple[int, ...]:
+    if not ids:
+        raise InvalidRequest("The prompt is empty.", param=param)
+    return tuple(ids)
