@@ -37,6 +37,7 @@ from .messages import (
     StepSettled,
     WorkerEvent,
 )
+from .reply import Bell
 from .supervisor import Fatal
 from .worker import Worker
 
@@ -70,6 +71,7 @@ class GpuView:
     stats: DeviceStats = field(default_factory=DeviceStats)
     error: str | None = None
     loads: int = 0
+    bell: Bell = field(default_factory=Bell)
 
 
 class GpuActor:
@@ -119,6 +121,7 @@ class GpuActor:
             pass
         self._view.model = None
         self._view.error = reason
+        self._view.bell.ring()
         self._scheduler.post(DeviceLost(reason))
         self._cache.post(DeviceLost(reason))
 
@@ -168,6 +171,7 @@ class GpuActor:
                 self._view.stats = stats
                 self._view.error = None
                 self._view.loads += 1
+                self._view.bell.ring()
                 self._cache.post(DeviceReady(model))
                 self._scheduler.post(DeviceReady(model))
             case Rested(stats):

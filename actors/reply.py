@@ -1,4 +1,4 @@
-"""A one-shot answer: what an ask carries and its receiver settles, once.
+"""A one-shot answer, and a bell for those who wait until something has changed.
 
 Lives on trio's thread. Whoever owns the mailbox that an ask was put in settles it before it is
 gone, so that nobody waits on the dead.
@@ -46,3 +46,21 @@ class Reply(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
+
+
+class Bell:
+    """Rung when something changed; whoever waits looks again. Never misses, may wake in vain."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def ring(self) -> None:
+        """Wake everyone who waits."""
+        event, self._event = self._event, trio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Wait for the next ring."""
+        await self._event.wait()

@@ -16,7 +16,13 @@ from typing import Protocol
 
 import trio
 
+from .reply import Bell
+
 log = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 1.0
+RESTART_PAUSE = 0.05
+"""Lets the failed requests leave and /health be read before the next try."""
 
 
 class Actor(Protocol):
@@ -48,11 +54,12 @@ class Child:
 class Supervisor:
     """Keeps its children running and their states honest."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
+    def __init__(self, children: Sequence[Child], bell: Bell) -> None:
         self._children = tuple(children)
         self.states: dict[str, str] = {child.name: "starting" for child in children}
         self.crashes: dict[str, int] = {child.name: 0 for child in children}
         self.failure: str | None = None
+        self.bell = bell
 
     async def run(self) -> None:
         """Run all children until cancelled. Raises what ended the company."""
@@ -80,9 +87,11 @@ class Supervisor:
                 if len(crashed) > child.restarts or _fatal(error):
                     self.states[child.name] = "failed"
                     self.failure = f"{child.name}: {describe(error)}"
+                    self.bell.ring()
+                    # The failed requests' errors reach their clients before everything ends.
+                    await trio.sleep(FAREWELL_SECONDS)
                     raise
-                # Lets the failed requests leave and /health be read before the next try.
-                await trio.sleep(0.05)
+                await trio.sleep(RESTART_PAUSE)
             except BaseException:
                 self.states[child.name] = "stopped"
                 actor.abandon("the server is stopping")

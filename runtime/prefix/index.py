@@ -142,6 +142,10 @@ class PrefixCore:
         entry = self._by_use.get(snapshot)
         return () if entry is None else self._detach((entry,))
 
+    def snapshots(self) -> tuple[SnapshotId, ...]:
+        """Every state not yet released, leased ones included."""
+        return (*self._by_use, *self._detached)
+
     def stats(self) -> PrefixStats:
         """Live figures and counters; cheap enough for every scrape."""
         kinds = Counter(entry.kind for entry in self._by_use.values())

@@ -1,0 +1,216 @@
+"""The Request actor: one client's journey from a prompt to the end of its text.
+
+One task per request in the runtime's nursery. Owns the prompt's ids, the detokenizer, the stop
+strings, the reasoning splitter and the outbox that its client reads. Its death harms nobody else;
+its cancellation, at any moment, posts one Cancel and ends its row before the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import assert_never
+
+import trio
+
+from mlx_troupe.runtime.defaults import (
+    SamplingDefaults,
+    check_request,
+    resolve_sampling,
+    token_limit,
+)
+from mlx_troupe.runtime.device import ModelInfo, RowId
+from mlx_troupe.runtime.errors import GenerationFailed, Overloaded, TroupeError, Unavailable
+from mlx_troupe.runtime.requests import (
+    ChatPrompt,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
+from mlx_troupe.runtime.scheduling.effects import (
+    RowBroken,
+    RowEnded,
+    RowEvent,
+    RowSpec,
+    Started,
+    TokenMade,
+)
+from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.prompts import BuiltPrompt, PromptBuilder
+from mlx_troupe.runtime.text.provenance import Provenance
+from mlx_troupe.runtime.text.stream import TextStream
+from mlx_troupe.runtime.text.tokenizer import Tokenizer
+
+from .mailbox import Mailbox
+from .messages import Cancel, SchedulerMessage, Submit
+from .outbox import Outbox
+from .reply import Reply
+
+log = logging.getLogger(__name__)
+
+LONG_PROMPT = 2_000
+"""Characters from which a prompt is rendered and encoded off the event loop (about 2 ms)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """What turns prompts into ids and ids into text; shared by all requests of a model."""
+
+    tokenizer: Tokenizer
+    builder: PromptBuilder
+    provenance: Provenance
+    defaults: SamplingDefaults
+
+
+class RequestActor:
+    """Runs one generation.
+
+    ``admitted`` is settled with the number of prompt tokens once the row is queued, or with the
+    error that refused it. After that everything, errors too, comes through ``outbox``.
+    """
+
+    def __init__(
+        self,
+        row: RowId,
+        request: GenerationRequest,
+        *,
+        model: ModelInfo,
+        tools: TextTools,
+        settings: Settings,
+        scheduler: Mailbox[SchedulerMessage],
+    ) -> None:
+        self.admitted: Reply[int] = Reply()
+        self.outbox = Outbox()
+        self.cached_tokens: int | None = None
+        self._row = row
+        self._request = request
+        self._model = model
+        self._tools = tools
+        self._settings = settings
+        self._scheduler = scheduler
+        self._scope = trio.CancelScope()
+        self._lane = "batched"
+        self._completion = 0
+        self._prompt_tokens = 0
+
+    def close(self) -> None:
+        """The client is gone; never waits."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """The whole journey. Never raises but for cancellation: errors go to the client."""
+        try:
+            with self._scope:
+                await self._run()
+        except TroupeError as error:
+            self._fail(error)
+        except Exception as error:  # whatever it is, it is this request's alone
+            log.exception("request %d failed", self._row)
+            self._fail(GenerationFailed(f"the request failed: {type(error).__name__}"))
+        finally:
+            self._fail(Unavailable("the server is stopping"))
+
+    def _fail(self, error: TroupeError) -> None:
+        if not self.admitted.settled:
+            self.admitted.fail(error)
+        self.outbox.end(Failed(error))
+
+    async def _run(self) -> None:
+        check_request(self._request)
+        sampling = resolve_sampling(self._request.sampling, self._tools.defaults, self._model)
+        built = await self._build()
+        self._prompt_tokens = len(built.ids)
+        limit = token_limit(
+            self._prompt_tokens, self._request.max_tokens, self._settings, self._model
+        )
+        stop_ids = self._tools.tokenizer.eos_ids | frozenset(self._request.stop_token_ids)
+        spec = RowSpec(self._row, built.ids, sampling, limit, stop_ids)
+        # The buffer is the reservation: one Started, one event a token, one end.
+        send, receive = trio.open_memory_channel[RowEvent](limit + 2)
+        with receive:
+            try:
+                await self._submit(spec, send)
+                await self._read(receive, self._stream(built, stop_ids))
+            finally:
+                # Reserved room: a request posts one submit and one cancel in its life.
+                self._scheduler.post(Cancel(self._row))
+
+    async def _build(self) -> BuiltPrompt:
+        prompt = self._request.prompt
+        if _size(prompt) < LONG_PROMPT:
+            return self._tools.builder.build(prompt)
+        return await trio.to_thread.run_sync(
+            self._tools.builder.build, prompt, abandon_on_cancel=True
+        )
+
+    async def _submit(self, spec: RowSpec, send: trio.MemorySendChannel[RowEvent]) -> None:
+        reply: Reply[None] = Reply()
+        try:
+            self._scheduler.post(Submit(spec, send, reply))
+        except trio.WouldBlock:
+            raise Overloaded("too many requests are waiting", retry_after=1.0) from None
+        await reply.wait()
+        self.admitted.set(self._prompt_tokens)
+
+    def _stream(self, built: BuiltPrompt, stop_ids: frozenset[int]) -> TextStream:
+        return TextStream(
+            self._tools.tokenizer,
+            stop=self._request.stop,
+            markers=self._tools.tokenizer.think_markers,
+            opens_reasoning=built.opens_reasoning,
+            eos_ids=stop_ids | self._model.eos_ids,
+        )
+
+    async def _read(self, receive: trio.MemoryReceiveChannel[RowEvent], stream: TextStream) -> None:
+        async for event in receive:
+            match event:
+                case Started(_, cached, lane):
+                    self.cached_tokens = cached
+                    self._lane = lane
+                case TokenMade(_, token):
+                    self._completion += 1
+                    for delta in stream.feed(token):
+                        self.outbox.put(delta)
+                    if stream.stopped:
+                        self._finish(stream, FinishReason.STOP)
+                        return
+                    self._check_reader()
+                case RowEnded(_, reason):
+                    self._finish(stream, reason)
+                    return
+                case RowBroken(_, message):
+                    raise GenerationFailed(message)
+                case _:
+                    assert_never(event)
+        raise GenerationFailed("the row ended without a word")
+
+    def _finish(self, stream: TextStream, reason: FinishReason) -> None:
+        for delta in stream.finish():
+            self.outbox.put(delta)
+        ids = stream.content_ids
+        if ids:
+            self._tools.provenance.remember(stream.content_text, ids)
+        usage = Usage(self._prompt_tokens, self._completion, self.cached_tokens or 0, self._lane)
+        self.outbox.end(Finished(reason, usage))
+
+    def _check_reader(self) -> None:
+        if self.outbox.unread_for() > self._settings.read_timeout:
+            raise GenerationFailed(
+                f"the client read nothing for {self._settings.read_timeout:.0f} s"
+            )
+
+
+def _size(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> int:
+    match prompt:
+        case ChatPrompt(messages):
+            return sum(len(message.content) for message in messages)
+        case TextPrompt(text):
+            return len(text)
+        case TokenPrompt():
+            return 0
+        case _:
+            assert_never(prompt)

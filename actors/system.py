@@ -1,0 +1,335 @@
+"""Casts and wires the company; the library's front door.
+
+``open_runtime`` starts the supervisor with its permanent actors and hands out a :class:`Runtime`;
+each generation adds one Request actor to the same nursery. Everything runs on the caller's trio
+loop but for the device's own thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Literal
+
+import trio
+
+from mlx_troupe.runtime.defaults import SamplingDefaults
+from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, StepId
+from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.prefix.index import PrefixCore
+from mlx_troupe.runtime.requests import Failed, Finished, GenerationEvent, GenerationRequest
+from mlx_troupe.runtime.scheduling.core import SchedulerCore
+from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.prompts import PromptBuilder
+from mlx_troupe.runtime.text.provenance import Provenance
+from mlx_troupe.runtime.text.tokenizer import Tokenizer
+
+from .gpu import GpuActor, GpuView
+from .kvcache import KVCacheActor
+from .mailbox import Mailbox
+from .messages import CacheMessage, Clear, GpuCommand, SchedulerMessage
+from .reply import Bell, Reply
+from .request import RequestActor, TextTools
+from .scheduler import SchedulerActor
+from .supervisor import Child, Supervisor
+from .worker import ThreadWorker, Worker
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+"""How long the device's thread may take to end at shutdown before it is left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the supervisor knows. ``ok`` means that a request sent now will be served."""
+
+    status: Literal["ok", "loading", "degraded", "failed"]
+    reason: str
+    actors: Mapping[str, str] = field(default_factory=dict)
+
+
+class Generation:
+    """The client's end of one generation: events until :class:`Finished` or :class:`Failed`."""
+
+    def __init__(self, actor: RequestActor, prompt_tokens: int) -> None:
+        self._actor = actor
+        self._over = False
+        self.prompt_tokens = prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were not computed again; None until the row has started."""
+        return self._actor.cached_tokens
+
+    async def next_event(self) -> GenerationEvent:
+        """All text of one channel that has piled up, or the terminal event."""
+        event = await self._actor.outbox.take()
+        self._over = isinstance(event, Finished | Failed)
+        return event
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        if self._over:
+            raise StopAsyncIteration
+        return await self.next_event()
+
+
+class Runtime:
+    """A running company. Made by :func:`open_runtime` only."""
+
+    def __init__(self, settings: Settings, worker: Worker, nursery: trio.Nursery) -> None:
+        self.settings = settings
+        self.started_at = time.time()
+        self._nursery = nursery
+        self._worker = worker
+        self._tools: TextTools | None = None
+        self._rows = count(1)
+        self._snapshots = count(1)
+        self._steps = count(0)
+        self._draining = False
+        self._active: set[RequestActor] = set()
+        self._left = Bell()
+        clients = settings.batch + settings.queue
+        # Full: a submit is refused with 429. Cancels, step results and the cache's answers have
+        # room of their own: one cancel and one answer a request, two results, a few device events.
+        self._scheduler = Mailbox[SchedulerMessage](8 * clients + 256)
+        # Full: a lookup counts as a miss, a put is dropped. Leases returned fit by construction.
+        self._cache = Mailbox[CacheMessage](8 * clients + 256)
+        # Full is a crash: two steps and the releases of one cache are all that is ever in it.
+        self._gpu = Mailbox[GpuCommand](65_536)
+        self.view = GpuView()
+        self.scheduler: SchedulerActor
+        self.cache: KVCacheActor
+        self.supervisor = Supervisor(
+            (
+                Child("gpu", self._build_gpu, restarts=1, window=600.0),
+                Child("scheduler", self._build_scheduler),
+                Child("kvcache", self._build_cache),
+            ),
+            self.view.bell,
+        )
+
+    # ---- the cast ------------------------------------------------------------------------
+
+    def _build_gpu(self) -> GpuActor:
+        return GpuActor(
+            self._gpu,
+            self._worker,
+            self.view,
+            scheduler=self._scheduler,
+            cache=self._cache,
+            step_timeout=self.settings.step_timeout,
+            prefill_timeout=self.settings.prefill_timeout,
+        )
+
+    def _build_scheduler(self) -> SchedulerActor:
+        core = SchedulerCore(
+            batch=self.settings.batch,
+            queue=self.settings.queue,
+            cache=self.settings.prompt_cache_bytes > 0,
+            new_snapshot=lambda: SnapshotId(next(self._snapshots)),
+            new_step=lambda: StepId(next(self._steps)),
+        )
+        self.scheduler = SchedulerActor(
+            self._scheduler, core, gpu=self._gpu, cache=self._cache, view=self.view
+        )
+        return self.scheduler
+
+    def _build_cache(self) -> KVCacheActor:
+        self.cache = KVCacheActor(
+            self._cache,
+            PrefixCore(self.settings.prompt_cache_bytes),
+            scheduler=self._scheduler,
+            gpu=self._gpu,
+            view=self.view,
+        )
+        return self.cache
+
+    # ---- the front door ------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The loaded model; None while it loads or after it was lost."""
+        return self.view.model
+
+    async def wait_ready(self) -> ModelInfo:
+        """Wait until the model is loaded and warm. Raises Unavailable when it never will be."""
+        while True:
+            if self.supervisor.failure is not None:
+                raise Unavailable(f"the engine has failed: {self.supervisor.failure}")
+            if self.view.model is not None and self._tools is not None:
+                return self.view.model
+            await self.view.bell.wait()
+
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+        """Run one generation; leaving the block, in whatever way, ends what is still running.
+
+        Raises:
+            RequestError: the request cannot be served; nothing was started.
+            Overloaded: the queue is full.
+            Unavailable: the engine is stopping or gone.
+        """
+        if self._draining:
+            raise Unavailable("the server is stopping")
+        model = await self.wait_ready()
+        assert self._tools is not None
+        actor = RequestActor(
+            RowId(next(self._rows)),
+            request,
+            model=model,
+            tools=self._tools,
+            settings=self.settings,
+            scheduler=self._scheduler,
+        )
+        self._active.add(actor)
+        self._nursery.start_soon(self._run_request, actor)
+        try:
+            yield Generation(actor, await actor.admitted.wait())
+        finally:
+            actor.close()
+
+    async def _run_request(self, actor: RequestActor) -> None:
+        try:
+            await actor.run()
+        finally:
+            self._active.discard(actor)
+            self._left.ring()
+
+    async def clear_cache(self) -> int:
+        """Empty the prefix cache; returns how many entries it had. Lent ones follow later."""
+        reply: Reply[int] = Reply()
+        self._cache.post(Clear(reply))
+        return await reply.wait()
+
+    def health(self) -> Health:
+        """The company's state, computed from its supervisor."""
+        states = dict(self.supervisor.states)
+        if self.supervisor.failure is not None:
+            return Health("failed", self.supervisor.failure, states)
+        down = [name for name, state in states.items() if state != "running"]
+        if self.view.model is None or self._tools is None:
+            lost = self.view.loads > 0
+            reason = self.view.error or ("the model is loading again" if lost else "loading")
+            return Health("degraded" if lost else "loading", reason, states)
+        if down or self._draining:
+            return Health("degraded", ", ".join(down) or "stopping", states)
+        return Health("ok", "", states)
+
+    def stats(self) -> dict[str, object]:
+        """Live figures for people and dashboards; plain JSON types."""
+        scheduler = self.scheduler.core.stats()
+        model = self.view.model
+        return {
+            "model": _describe(model),
+            "batch": {
+                "configured": self.settings.batch,
+                "active_rows": scheduler.prefill_rows + scheduler.decode_rows,
+                "pending_rows": scheduler.waiting_rows,
+                "queue": self.settings.queue,
+                "batched": bool(model and model.batchable and self.settings.batch > 1),
+                "lone_reason": model.lone_reason if model else "",
+                "kv_bytes": self.view.stats.kv_bytes,
+            },
+            "scheduler": asdict(scheduler),
+            "prompt_cache": asdict(self.cache.core.stats()),
+            "device": asdict(self.view.stats),
+            "requests": {"active": len(self._active)},
+            "actors": {
+                name: {"state": state, "crashes": self.supervisor.crashes[name]}
+                for name, state in self.supervisor.states.items()
+            },
+        }
+
+    def stop_admission(self) -> None:
+        """Refuse new requests from now on; running ones go on."""
+        self._draining = True
+
+    async def drain(self, seconds: float) -> bool:
+        """Stop admission and wait for the running requests; False when time ran out first."""
+        self.stop_admission()
+        with trio.move_on_after(seconds):
+            while self._active:
+                await self._left.wait()
+        return not self._active
+
+    async def load_text(self, load: Callable[[], Tokenizer]) -> None:
+        """Load the tokenizer on a worker thread, beside the weights."""
+        tokenizer = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
+        provenance = Provenance()
+        builder = PromptBuilder(tokenizer, provenance)
+        defaults = SamplingDefaults.load(self.settings)
+        self._tools = TextTools(tokenizer, builder, provenance, defaults)
+        self.view.bell.ring()
+
+    def close(self) -> None:
+        """Close every request and stop the device's thread."""
+        self.stop_admission()
+        for actor in tuple(self._active):
+            actor.close()
+        self._worker.stop()
+
+
+@asynccontextmanager
+async def open_runtime(
+    settings: Settings,
+    *,
+    device: Device | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
+    worker: Worker | None = None,
+) -> AsyncIterator[Runtime]:
+    """Open a runtime for one model; leaving the block stops it.
+
+    Loading goes on in the background: :meth:`Runtime.wait_ready` waits for it, and so does the
+    first request. ``device``, ``tokenizer`` (a function that loads one) and ``worker`` replace the
+    MLX ones, for tests.
+
+    Raises:
+        ModelError and others, in a group, out of the block: what ended the company.
+    """
+    if device is None and worker is None:
+        from mlx_troupe.runtime.engine.executor import MLXDevice
+
+        device = MLXDevice(
+            settings.model, name=settings.name, dtype=settings.dtype, batch=settings.batch
+        )
+    if tokenizer is None:
+        from mlx_troupe.runtime.engine.tokenizer import load_tokenizer
+
+        def tokenizer() -> Tokenizer:
+            return load_tokenizer(settings.model)
+
+    if worker is None:
+        assert device is not None
+        worker = ThreadWorker(device)
+    async with trio.open_nursery() as nursery:
+        runtime = Runtime(settings, worker, nursery)
+        nursery.start_soon(runtime.supervisor.run)
+        nursery.start_soon(runtime.load_text, tokenizer)
+        try:
+            yield runtime
+        finally:
+            runtime.close()
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_SECONDS):
+                if isinstance(worker, ThreadWorker):
+                    await trio.to_thread.run_sync(worker.join, STOP_SECONDS, abandon_on_cancel=True)
+            nursery.cancel_scope.cancel()
+
+
+def _describe(model: ModelInfo | None) -> dict[str, object] | None:
+    if model is None:
+        return None
+    return {
+        "name": model.name,
+        "vocab_size": model.vocab_size,
+        "context_window": model.context_window,
+        "device": model.device,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+    }

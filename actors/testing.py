@@ -1,0 +1,272 @@
+"""The test kit that ships: a scripted device and an inline executor, for virtual time.
+
+With these, scheduler, cache, supervision and HTTP run on pytest-trio's autojump clock without MLX
+and without a thread. ``ScriptedDevice`` keeps the device's contract strictly and raises when a
+plan breaks it, so a test fails where the fault is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from mlx_troupe.runtime.device import (
+    Cold,
+    Device,
+    DeviceStats,
+    FromRow,
+    FromSnapshot,
+    ModelInfo,
+    RowFailed,
+    RowId,
+    Sampled,
+    SnapshotId,
+    SnapshotMade,
+    SnapshotSkipped,
+    StartRow,
+    StepDone,
+    StepPlan,
+)
+
+from .messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
+from .worker import Conductor
+
+Script = Callable[[tuple[int, ...]], int]
+"""The next token after all ids of a row so far."""
+
+
+def count_up(ids: tuple[int, ...]) -> int:
+    """A script that never ends by itself: the last id plus one, within 1 … 999."""
+    return ids[-1] % 999 + 1
+
+
+@dataclass(slots=True)
+class ScriptedRow:
+    """A row's state is simply its ids: what was processed, and what was sampled."""
+
+    prompt: tuple[int, ...]
+    state: tuple[int, ...]
+    sampled: list[int] = field(default_factory=list)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Prompt and everything sampled."""
+        return self.prompt + tuple(self.sampled)
+
+
+class ContractBroken(AssertionError):
+    """A plan that the device's contract does not allow."""
+
+
+class ScriptedDevice:
+    """A device whose model is a Python function and whose time is an argument.
+
+    Args:
+        model: what it claims to be.
+        script: the model.
+        decode_seconds, prefill_token_seconds, open_seconds: what things cost in virtual time.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo | None = None,
+        script: Script = count_up,
+        *,
+        decode_seconds: float = 0.01,
+        prefill_token_seconds: float = 0.0005,
+        open_seconds: float = 0.0,
+    ) -> None:
+        self.model = model or ModelInfo("scripted", 1000, 4096, frozenset({0}), namespace="s")
+        self.script = script
+        self.decode_seconds = decode_seconds
+        self.prefill_token_seconds = prefill_token_seconds
+        self.open_seconds = open_seconds
+        self.rows: dict[RowId, ScriptedRow] = {}
+        self.snapshots: dict[SnapshotId, tuple[int, ...]] = {}
+        self.plans: list[StepPlan] = []
+        self.opened = 0
+        self.fail_next: Exception | None = None
+        self.poisoned: set[RowId] = set()
+        self._under_way: deque[StepDone] = deque()
+        self._seen: set[RowId] = set()
+
+    def open(self) -> ModelInfo:
+        """Always succeeds, unless ``fail_next`` is set."""
+        self._maybe_fail()
+        self.opened += 1
+        return self.model
+
+    def launch(self, plan: StepPlan) -> None:
+        """Carry the plan out at once and remember its result for :meth:`settle`."""
+        self._maybe_fail()
+        if len(self._under_way) >= 2:
+            raise ContractBroken("three steps under way")
+        self.plans.append(plan)
+        failed: list[RowFailed] = []
+        kept = tuple(self._keep(keep.row, keep.length, keep.snapshot) for keep in plan.keep)
+        for start in plan.start:
+            self._start(start)
+        for row in plan.end:
+            if self.rows.pop(row, None) is None and row not in self.poisoned:
+                raise ContractBroken(f"row {row} ended and is not there")
+        for part in plan.prefill:
+            self._prefill(part.row, part.count)
+        sampled: list[Sampled] = []
+        for row in plan.decode:
+            self._decode(row, sampled, failed)
+        tokens = sum(part.count for part in plan.prefill)
+        seconds = tokens * self.prefill_token_seconds + bool(plan.decode) * self.decode_seconds
+        self._under_way.append(StepDone(plan.step, seconds, tuple(sampled), tuple(failed), kept))
+
+    def settle(self) -> StepDone:
+        """The oldest result."""
+        self._maybe_fail()
+        return self._under_way.popleft()
+
+    def seconds(self) -> float:
+        """What the oldest step under way costs in virtual time."""
+        return self._under_way[0].seconds if self._under_way else 0.0
+
+    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
+        """Forget kept states."""
+        for snapshot in snapshots:
+            self.snapshots.pop(snapshot, None)
+
+    def drop_rows(self) -> None:
+        """Forget rows, steps under way and the states they were about to report."""
+        for done in self._under_way:
+            self.release(tuple(kept.snapshot for kept in done.kept))
+        self._under_way.clear()
+        self.rows.clear()
+
+    def stats(self) -> DeviceStats:
+        """Counts; every id counts as one byte."""
+        held = sum(len(state) for state in self.snapshots.values())
+        live = sum(len(row.state) for row in self.rows.values())
+        return DeviceStats(
+            kv_bytes=live,
+            snapshot_bytes=held,
+            rows=len(self.rows),
+            batched_rows=len(self.rows),
+            snapshots=len(self.snapshots),
+        )
+
+    def idle(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.drop_rows()
+        self.snapshots.clear()
+
+    def _maybe_fail(self) -> None:
+        error, self.fail_next = self.fail_next, None
+        if error is not None:
+            raise error
+
+    def _keep(
+        self, row_id: RowId, length: int, snapshot: SnapshotId
+    ) -> SnapshotMade | SnapshotSkipped:
+        row = self.rows.get(row_id)
+        if row is None:
+            return SnapshotSkipped(snapshot, "no such row")
+        if length > len(row.state):
+            raise ContractBroken(f"row {row_id} has {len(row.state)} tokens, not {length}")
+        if length < len(row.state) - 1 and not self.model.can_trim(len(row.state)):
+            return SnapshotSkipped(snapshot, "cannot be cut")
+        self.snapshots[snapshot] = row.state[:length]
+        return SnapshotMade(snapshot, length, length)
+
+    def _start(self, start: StartRow) -> None:
+        if start.row in self._seen:
+            raise ContractBroken(f"row id {start.row} was used before")
+        self._seen.add(start.row)
+        match start.source:
+            case Cold():
+                state: tuple[int, ...] = ()
+            case FromSnapshot(snapshot, length):
+                state = self._cut(self.snapshots[snapshot], length)
+            case FromRow(donor, length):
+                state = self._cut(self.rows[donor].state, length)
+        if state != start.ids[: len(state)] or len(state) >= len(start.ids):
+            raise ContractBroken(f"row {start.row} starts from a state that is not its prefix")
+        self.rows[start.row] = ScriptedRow(start.ids, state)
+
+    def _cut(self, state: tuple[int, ...], length: int) -> tuple[int, ...]:
+        if length > len(state):
+            raise ContractBroken("a source is shorter than what was asked of it")
+        if length < len(state) and not self.model.can_trim(len(state)):
+            raise ContractBroken("a source that cannot be cut was cut")
+        return state[:length]
+
+    def _prefill(self, row_id: RowId, count: int) -> None:
+        row = self.rows[row_id]
+        end = len(row.state) + count
+        if count < 1 or end >= len(row.prompt):
+            raise ContractBroken(f"row {row_id} cannot prefill {count} more tokens")
+        row.state = row.prompt[:end]
+
+    def _decode(self, row_id: RowId, sampled: list[Sampled], failed: list[RowFailed]) -> None:
+        row = self.rows.get(row_id)
+        if row is None:
+            failed.append(RowFailed(row_id, "no such row"))
+            return
+        if len(row.state) != len(row.ids) - 1:
+            raise ContractBroken(f"row {row_id} decodes before its prompt is processed")
+        if row_id in self.poisoned:
+            del self.rows[row_id]
+            failed.append(RowFailed(row_id, "poisoned"))
+            return
+        token = self.script(row.ids)
+        row.state = row.ids
+        row.sampled.append(token)
+        sampled.append(Sampled(row_id, token))
+
+
+class InlineWorker:
+    """Runs a device on trio's thread, spending its steps' seconds on trio's (virtual) clock."""
+
+    def __init__(self, device: ScriptedDevice) -> None:
+        self.device = device
+        # Full is a crash: two steps, a few releases and one open are all that is ever queued.
+        self._commands, self._inbox = trio.open_memory_channel[WorkerCommand](10_000)
+        self._events: deque[WorkerEvent] = deque()
+        self._conductor = Conductor(_as_device(device), self._events.append)
+        self._under_way = 0
+
+    def start(self) -> None:
+        """Nothing to start: commands are carried out by :meth:`receive`."""
+
+    def submit(self, command: WorkerCommand) -> None:
+        """Queue a command."""
+        self._commands.send_nowait(command)
+
+    async def receive(self) -> WorkerEvent:
+        """Carry out commands, spending their time, until one has something to say."""
+        while not self._events:
+            command = await self._inbox.receive()
+            await trio.sleep(self._cost(command))
+            self._conductor.perform(command)
+        return self._events.popleft()
+
+    def stop(self) -> None:
+        """Close the device at once."""
+        self._conductor.perform(Close())
+
+    def _cost(self, command: WorkerCommand) -> float:
+        match command:
+            case Open():
+                return self.device.open_seconds
+            case Settle():
+                return self.device.seconds()
+            case Launch():
+                return self.device.seconds()
+            case _:
+                return 0.0
+
+
+def _as_device(device: ScriptedDevice) -> Device:
+    return device
