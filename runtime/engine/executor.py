@@ -1,0 +1,320 @@
+"""The MLX device: carries out step plans on one model.
+
+Owns the weights, the rows and the kept snapshots. Every call comes from the one thread that called
+:meth:`MLXDevice.open`, because MLX's streams and lazy arrays belong to it. Knows no queue, no
+prefix index and no text.
+
+A launch builds lazy graphs and starts them with ``mx.async_eval``; a settle reads back one small
+array of ids. Copies of row states are started before the forward of their step, so that the
+forward finds nobody else holding the buffers it writes into.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..device import (
+    Cold,
+    DeviceStats,
+    ModelInfo,
+    PrefillRow,
+    RowFailed,
+    RowId,
+    Sampled,
+    SnapshotId,
+    SnapshotMade,
+    SnapshotSkipped,
+    StartRow,
+    StepDone,
+    StepId,
+    StepPlan,
+)
+from ..errors import ModelError, Unavailable
+from ..requests import Sampling
+from ..settings import Dtype
+from .batch import why_not_batchable
+from .forward import Drawn, Fault, Forward
+from .memory import MemoryLimits, give_back
+from .models import (
+    Checkpoint,
+    StateKind,
+    bytes_per_token,
+    device_label,
+    load_checkpoint,
+    state_kind,
+)
+from .rows import Row
+from .sampling import Sampler
+from .states import States
+
+MAX_UNDER_WAY = 2
+DECODES_PER_CLEARING = 256
+LONG_PREFILL = 512
+NOT_FINITE = "the model produced non-finite logits"
+
+
+@dataclass(slots=True)
+class _Step:
+    id: StepId
+    launched: float
+    prefilled: int = 0
+    drawn: list[Drawn] = field(default_factory=list)
+    fences: list[mx.array] = field(default_factory=list)
+    failed: list[RowFailed] = field(default_factory=list)
+    kept: list[tuple[Row | None, SnapshotMade | SnapshotSkipped]] = field(default_factory=list)
+
+
+class MLXDevice:
+    """One model on one MLX device. See :class:`mlx_troupe.runtime.device.Device`.
+
+    Args:
+        model_path: a directory that mlx-lm can load.
+        name: the id that clients see.
+        dtype: what the weights are expanded to.
+        batch: most rows that decode together (the scheduler keeps to it).
+        extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
+        xtc_exempt: ids that XTC sampling never removes, such as a newline; end tokens never are.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        name: str,
+        dtype: Dtype = "auto",
+        batch: int = 32,
+        extra_eos: frozenset[int] = frozenset(),
+        xtc_exempt: frozenset[int] = frozenset(),
+    ) -> None:
+        self._path = model_path
+        self._name = name
+        self._dtype: Dtype = dtype
+        self._max_rows = batch
+        self._extra_eos = extra_eos
+        self._xtc_exempt = xtc_exempt
+        self._rows: dict[RowId, Row] = {}
+        self._steps: deque[_Step] = deque(maxlen=MAX_UNDER_WAY)
+        self._states: States | None = None
+        self._model: Any = None
+        self._forward: Forward | None = None
+        self._make_forward: partial[Forward] | None = None
+        self._vocab_size = 0
+        self._settled = 0.0
+        self._decodes = 0
+        self._limits = MemoryLimits()
+
+    def open(self) -> ModelInfo:
+        """Load and warm up. Raises ModelError."""
+        self._limits.set()
+        checkpoint = load_checkpoint(self._path, self._dtype)
+        self._model = checkpoint.model
+        kind = state_kind(checkpoint.model)
+        reason = kind.obstacle or why_not_batchable(checkpoint.model) or ""
+        eos = checkpoint.eos_ids | self._extra_eos
+        try:
+            token_bytes = self._prepare(eos, kind, together=not reason)
+            self._warm_up(together=not reason)
+        except Exception as error:
+            raise ModelError(f"{self._path} cannot be run: {error}") from error
+        return self._describe(checkpoint, kind, reason, eos, token_bytes)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step without waiting for its result."""
+        if len(self._steps) == MAX_UNDER_WAY:
+            raise RuntimeError(f"{MAX_UNDER_WAY} steps are under way already")
+        forward, states = self._opened()
+        step = _Step(plan.step, time.perf_counter())
+        states.begin_step()
+        for keep in plan.keep:
+            kept = states.keep(keep, self._rows, forward)
+            step.kept.append((self._rows.get(keep.row), kept))
+        for start in plan.start:
+            self._start(start, states, forward, step)
+        for row in plan.end:
+            self._end(row)
+        self._prefill(plan.prefill, forward, step)
+        self._decode(plan.decode, forward, step)
+        self._steps.append(step)
+
+    def settle(self) -> StepDone:
+        """Wait for the oldest step under way and return what came of it."""
+        if not self._steps:
+            raise RuntimeError("no step is under way")
+        step = self._steps[0]
+        mx.eval(step.fences)
+        sampled: list[Sampled] = []
+        for drawn in step.drawn:
+            for row, token in zip(drawn.rows, drawn.reported.tolist(), strict=True):
+                if row.failed:
+                    continue
+                if token < 0:
+                    step.failed.append(self._evict(row, NOT_FINITE))
+                else:
+                    sampled.append(Sampled(row.id, token))
+        self._steps.popleft()
+        self._clear_buffers(step)
+        now = time.perf_counter()
+        since = max(step.launched, self._settled)
+        self._settled = now
+        kept = tuple(self._confirm(row, result) for row, result in step.kept)
+        return StepDone(step.id, now - since, tuple(sampled), tuple(step.failed), kept)
+
+    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
+        """Forget kept states. Unknown ids are ignored."""
+        if self._states is not None:
+            self._states.release(snapshots)
+
+    def drop_rows(self) -> None:
+        """Forget every row and every step under way."""
+        self._rows.clear()
+        self._steps.clear()
+        if self._make_forward is not None:
+            self._forward = self._make_forward()
+
+    def stats(self) -> DeviceStats:
+        """Live figures; cheap."""
+        if self._forward is None or self._states is None:
+            return DeviceStats()
+        return self._states.stats(self._rows, self._forward)
+
+    def idle(self) -> None:
+        """Give unused memory back to the system."""
+        give_back()
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._rows.clear()
+        self._steps.clear()
+        self._forward = self._make_forward = self._states = self._model = None
+        self._limits.restore()
+        give_back()
+
+    def _opened(self) -> tuple[Forward, States]:
+        if self._forward is None or self._states is None:
+            raise Unavailable("the device is not open")
+        return self._forward, self._states
+
+    def _describe(
+        self,
+        checkpoint: Checkpoint,
+        kind: StateKind,
+        reason: str,
+        eos: frozenset[int],
+        token_bytes: int,
+    ) -> ModelInfo:
+        return ModelInfo(
+            name=self._name,
+            vocab_size=self._vocab_size,
+            context_window=checkpoint.context_window,
+            eos_ids=eos,
+            batchable=not reason,
+            lone_reason=reason,
+            trim_window=kind.trim_window,
+            ragged_prefill=not reason and kind.plain,
+            kv_bytes_per_token=token_bytes,
+            namespace=checkpoint.namespace,
+            device=device_label(checkpoint.dtype),
+        )
+
+    def _prepare(self, eos: frozenset[int], kind: StateKind, *, together: bool) -> int:
+        """Make what the steps need. Returns the bytes of state that one token costs."""
+        caches = make_prompt_cache(self._model)
+        # Never evaluated: the shapes alone are wanted.
+        self._vocab_size = self._model(mx.array([[0]]), cache=caches).shape[-1]
+        self._states = States(self._model, self._vocab_size)
+        self._make_forward = partial(
+            Forward,
+            self._model,
+            Sampler(self._vocab_size, eos | self._xtc_exempt),
+            together=together,
+            ragged=together and kind.plain,
+        )
+        self._forward = self._make_forward()
+        return bytes_per_token(caches)
+
+    def _warm_up(self, *, together: bool) -> None:
+        """Run a few tokens through every path."""
+        ids = (0,) * 4
+        rows = [RowId(-1)]
+        # Compiling the batched kernels takes seconds on a GPU and nothing on a CPU.
+        if together and self._max_rows > 1 and mx.default_device() == mx.gpu:
+            rows.append(RowId(-2))
+        starts = tuple(StartRow(r, ids, Sampling(), Cold()) for r in rows)
+        chunks = tuple(PrefillRow(r, len(ids) - 1) for r in rows)
+        self.launch(StepPlan(StepId(-1), start=starts, prefill=chunks, decode=(rows[0],)))
+        self.launch(StepPlan(StepId(-2), decode=tuple(rows)))
+        faults = self.settle().failed + self.settle().failed
+        if faults:
+            raise RuntimeError(faults[0].reason)
+        self.drop_rows()
+        self._decodes = 0
+
+    def _start(self, start: StartRow, states: States, forward: Forward, step: _Step) -> None:
+        try:
+            self._rows[start.row] = states.make_row(start, self._rows, forward)
+        except Exception as error:
+            step.failed.append(RowFailed(start.row, f"the row could not start: {error}"))
+
+    def _end(self, row_id: RowId) -> None:
+        row = self._rows.pop(row_id, None)
+        if row is not None and self._forward is not None:
+            self._forward.drop(row)
+
+    def _prefill(self, chunks: tuple[PrefillRow, ...], forward: Forward, step: _Step) -> None:
+        known: list[tuple[Row, int]] = []
+        for chunk in chunks:
+            if (row := self._rows.get(chunk.row)) is None:
+                step.failed.append(RowFailed(chunk.row, "the row is not on the device"))
+            else:
+                known.append((row, chunk.count))
+        if known:
+            fences, faults = forward.prefill(known)
+            step.fences += fences
+            step.prefilled = sum(count for _, count in known)
+            self._fail(faults, step)
+
+    def _decode(self, rows: tuple[RowId, ...], forward: Forward, step: _Step) -> None:
+        known: list[Row] = []
+        for row_id in rows:
+            row = self._rows.get(row_id)
+            if row is None:
+                step.failed.append(RowFailed(row_id, "the row is not on the device"))
+            elif row.unprefilled:
+                self._fail([(row, f"{row.unprefilled} prompt tokens are not prefilled")], step)
+            else:
+                known.append(row)
+        if known:
+            step.drawn, faults = forward.decode(known)
+            self._decodes += 1
+            self._fail(faults, step)
+
+    def _fail(self, faults: list[Fault], step: _Step) -> None:
+        step.failed += [self._evict(row, reason) for row, reason in faults]
+
+    def _evict(self, row: Row, reason: str) -> RowFailed:
+        row.failed = True
+        if self._rows.get(row.id) is row:
+            self._end(row.id)
+        return RowFailed(row.id, reason)
+
+    def _confirm(
+        self, row: Row | None, result: SnapshotMade | SnapshotSkipped
+    ) -> SnapshotMade | SnapshotSkipped:
+        # A state copied before its row was found to be broken must not outlive the row.
+        if row is not None and row.failed and isinstance(result, SnapshotMade):
+            self.release((result.snapshot,))
+            return SnapshotSkipped(result.snapshot, "the row failed")
+        return result
+
+    def _clear_buffers(self, step: _Step) -> None:
+        if step.prefilled >= LONG_PREFILL or self._decodes >= DECODES_PER_CLEARING:
+            self._decodes = 0
+            mx.clear_cache()

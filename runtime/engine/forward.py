@@ -1,0 +1,221 @@
+"""The forward passes of a step: prefill chunks, and decode of lone and batched rows.
+
+Owns the batch and decides which rows stand in it: rows decode together when the model allows it
+and there are at least two of them; otherwise each keeps mlx-lm's own caches, which makes a lone
+row bit-exact with mlx-lm. Runs on the device thread and never waits. Knows no plans and no steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..device import RowId
+from .batch import RaggedPrefill, RowBatch
+from .rows import Row, next_inputs
+from .sampling import Sampler
+from .snapshots import CannotCut, arrays_of, compact
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens under way: ``reported`` int32 [B] holds one for each of ``rows``, -1 = not finite."""
+
+    rows: tuple[Row, ...]
+    reported: mx.array
+
+
+Fault = tuple[Row, str]
+
+
+class Forward:
+    """Runs the model for the executor's rows.
+
+    ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill.
+    """
+
+    def __init__(self, model: nn.Module, sampler: Sampler, *, together: bool, ragged: bool) -> None:
+        self._model: Any = model
+        self._sampler = sampler
+        self._together = together
+        self._ragged = ragged
+        self._batch: Any = RowBatch(model) if together else None
+        self._batched: dict[RowId, Row] = {}
+
+    @property
+    def num_batched(self) -> int:
+        """Rows that stand in the batch."""
+        return len(self._batched)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch's state."""
+        return self._batch.nbytes if self._batched else 0
+
+    def drop(self, row: Row) -> None:
+        """Forget a row's state; a failed row's slot is cleaned before anyone uses it again."""
+        if self._batched.pop(row.id, None) is not None:
+            self._batch.leave(row.id, poisoned=row.failed)
+        row.caches = None
+
+    def copy(self, row: Row, length: int) -> list[Any]:
+        """A compact copy (lazy) of a row's first ``length`` tokens. Raises CannotCut."""
+        if row.id not in self._batched:
+            return compact(row.state(length))
+        if not 0 < length <= row.processed:
+            raise CannotCut(f"the row holds {row.processed} tokens, not {length}")
+        exported: list[Any] = self._batch.export(row.id, length)
+        return exported
+
+    def prefill(self, chunks: Sequence[tuple[Row, int]]) -> tuple[list[mx.array], list[Fault]]:
+        """Process prompt tokens. Returns small arrays to wait for, and the rows that failed."""
+        fences: list[mx.array] = []
+        faults = [
+            (row, f"{n} tokens to prefill of {row.unprefilled}")
+            for row, n in chunks
+            if not 0 < n <= row.unprefilled
+        ]
+        lost = {row.id for row, _ in faults}
+        for group in self._prefill_groups([c for c in chunks if c[0].id not in lost]):
+            if len(group) > 1:
+                fences.append(self._prefill_together(group))
+                continue
+            row, count = group[0]
+            try:
+                fences.append(self._prefill_alone(row, count))
+            except Exception as error:
+                faults.append((row, f"prefill failed: {error}"))
+        return fences, faults
+
+    def decode(self, rows: Sequence[Row]) -> tuple[list[Drawn], list[Fault]]:
+        """One token for each row."""
+        together = self._together and len(rows) > 1
+        faults = self._arrange(rows if together else ())
+        lost = {row.id for row, _ in faults}
+        rows = [row for row in rows if row.id not in lost]
+        if together and rows:
+            drawn, failed = self._decode_batch()
+            return [drawn], faults + failed
+        done: list[Drawn] = []
+        for row in rows:
+            try:
+                drawn, failed = self._decode_alone(row)
+            except Exception as error:
+                faults.append((row, f"decode failed: {error}"))
+                continue
+            done.append(drawn)
+            faults += failed
+        return done, faults
+
+    def _prefill_groups(self, chunks: Sequence[tuple[Row, int]]) -> list[list[tuple[Row, int]]]:
+        if not self._ragged or len(chunks) < 2:
+            return [[chunk] for chunk in chunks]
+        # Counts of one bit length differ by less than two: padding stays below half of the work.
+        alike: defaultdict[int, list[tuple[Row, int]]] = defaultdict(list)
+        for row, count in chunks:
+            alike[count.bit_length()].append((row, count))
+        return list(alike.values())
+
+    def _prefill_alone(self, row: Row, count: int) -> mx.array:
+        tokens = mx.array(row.next_prompt_tokens(count))
+        self._model(tokens[None], cache=_lone_caches(row))
+        return _launch_state([row], [count])
+
+    def _prefill_together(self, group: Sequence[tuple[Row, int]]) -> mx.array:
+        rows = [row for row, _ in group]
+        counts = [count for _, count in group]
+        longest = max(counts)
+        padded = [row.next_prompt_tokens(count) + (0,) * (longest - count) for row, count in group]
+        ragged = RaggedPrefill([_lone_caches(row) for row in rows], counts)
+        self._model(mx.array(padded), cache=ragged.caches)
+        return _launch_state(rows, counts)
+
+    def _arrange(self, wanted: Sequence[Row]) -> list[Fault]:
+        """Bring exactly the rows wanted into the batch; the others go back to their own caches."""
+        faults: list[Fault] = []
+        staying = {row.id for row in wanted}
+        for row in [r for r in self._batched.values() if r.id not in staying]:
+            try:
+                self._park(row)
+            except Exception as error:
+                faults.append((row, f"the row could not leave the batch: {error}"))
+        for row in wanted:
+            if row.id in self._batched:
+                continue
+            try:
+                self._batch.join(row.id, _lone_caches(row))
+            except Exception as error:
+                faults.append((row, f"the row could not join the batch: {error}"))
+                continue
+            row.caches = None
+            row.forget_before()
+            self._batched[row.id] = row
+        return faults
+
+    def _park(self, row: Row) -> None:
+        caches = self._batch.export(row.id, row.processed)
+        mx.async_eval(arrays_of(caches))
+        self._batch.leave(row.id)
+        del self._batched[row.id]
+        row.caches = caches
+        row.forget_before()
+
+    def _decode_batch(self) -> tuple[Drawn, list[Fault]]:
+        caches = self._batch.begin(1)
+        rows = [self._batched[i] for i in self._batch.rows]
+        inputs = next_inputs(rows)
+        logits = self._model(inputs[:, None], cache=caches)
+        self._batch.commit(1)
+        return self._draw(rows, inputs, logits, self._batch.arrays)
+
+    def _decode_alone(self, row: Row) -> tuple[Drawn, list[Fault]]:
+        inputs = next_inputs([row])
+        row.remember()
+        logits = self._model(inputs[None], cache=_lone_caches(row))
+        return self._draw([row], inputs, logits, [])
+
+    def _draw(
+        self, rows: list[Row], inputs: mx.array, logits: mx.array, state: list[mx.array]
+    ) -> tuple[Drawn, list[Fault]]:
+        for row in rows:
+            row.advance(1)
+        draws = self._sampler.draw(
+            logits[:, -1, :], [r.sampler for r in rows], [r.processed for r in rows], inputs
+        )
+        mx.async_eval(draws.tokens, draws.reported, state)
+        for place, row in enumerate(rows):
+            row.pending = (draws.tokens, place)
+        faults = [(rows[place], reason) for place, reason in draws.faults.items()]
+        return Drawn(tuple(rows), draws.reported), faults
+
+
+def _lone_caches(row: Row) -> list[Any]:
+    if row.caches is None:
+        raise RuntimeError(f"row {row.id} has no caches of its own")
+    return row.caches
+
+
+def _launch_state(rows: Sequence[Row], counts: Sequence[int]) -> mx.array:
+    """Start what is lazy in the rows' states; the logits of a prefill are never computed."""
+    state = [x for row in rows for x in arrays_of(_lone_caches(row))]
+    mx.async_eval(state)
+    for row, count in zip(rows, counts, strict=True):
+        row.advance(count)
+        row.forget_before()
+    return fence(state[-1]) if state else mx.zeros(())
+
+
+def fence(array: mx.array) -> mx.array:
+    """A scalar that is ready when ``array`` is, without holding on to its buffer.
+
+    Waiting on the array itself would keep a second reference to a buffer that the next step
+    writes into, and so make MLX copy it.
+    """
+    scalar = array[(slice(0, 1),) * array.ndim].astype(mx.float32) + 0
+    mx.async_eval(scalar)
+    return scalar

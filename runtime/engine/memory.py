@@ -1,0 +1,50 @@
+"""MLX's process-wide memory limits, and giving unused memory back to the system.
+
+Owns the limits between :meth:`MemoryLimits.set` and :meth:`MemoryLimits.restore`; they are the
+process's, so there is one owner: the device. Runs on the device thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import mlx.core as mx
+
+_CACHE_SHARE = 20
+_LEAST_CACHE, _MOST_CACHE = 256 << 20, 2 << 30
+
+
+class MemoryLimits:
+    """Bounds MLX's cache of free buffers, and on Metal wires memory as mlx-lm does."""
+
+    def __init__(self) -> None:
+        self._cache: int | None = None
+        self._wired: int | None = None
+
+    def set(self) -> None:
+        """Set the limits once: a twentieth of the memory, within 256 MiB and 2 GiB, is cached."""
+        if self._cache is not None:
+            return
+        info = mx.device_info()
+        share = int(info.get("memory_size", info.get("total_memory", 0))) // _CACHE_SHARE
+        self._cache = mx.set_cache_limit(min(_MOST_CACHE, max(_LEAST_CACHE, share)))
+        if mx.metal.is_available():
+            self._wired = mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
+
+    def restore(self) -> None:
+        """Put back what was there before."""
+        if self._cache is not None:
+            mx.set_cache_limit(self._cache)
+        if self._wired is not None:
+            mx.set_wired_limit(self._wired)
+        self._cache = self._wired = None
+
+
+def give_back() -> None:
+    """Free what MLX and malloc keep for later: on Linux CPU arrays come from glibc's heap."""
+    mx.clear_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,177 @@
+"""States of rows as mlx-lm cache objects: cutting, copying, and keeping them.
+
+Owns the kept snapshots. Runs on the device thread. Knows the two windowed caches of mlx-lm by
+name; any other cache is copied whole, through its own ``state``.
+
+An array is never written by two owners. mlx-lm assigns into ``cache.keys`` in place, which changes
+the Python object it holds: so every owner gets a handle of its own (``x[...]``), and MLX copies a
+buffer that a second handle still refers to before it writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from ..device import SnapshotId, SnapshotMade
+
+
+class CannotCut(Exception):
+    """A state cannot be brought to the length asked for; the message says why."""
+
+
+def clone(cache: Any) -> Any:
+    """The same state under new handles: writing through one leaves the other as it is."""
+    return type(cache).from_state(tree_map(_handle, cache.state))
+
+
+def clone_all(caches: list[Any]) -> list[Any]:
+    """:func:`clone` of every layer."""
+    return [clone(c) for c in caches]
+
+
+def is_cuttable(cache: Any) -> bool:
+    """Whether this layer can be cut to any shorter length right now."""
+    if type(cache) is CacheList:
+        return all(is_cuttable(c) for c in cache.caches)
+    if type(cache) is RotatingKVCache:
+        return bool(cache.keep == 0 and cache.is_trimmable())
+    return type(cache) is KVCache
+
+
+def hold(cache: Any) -> Any:
+    """What a layer is about to forget in a decode, for :func:`step_back`; costs no copy.
+
+    A recurrent layer replaces its arrays, so a second handle keeps the old ones. A turned ring
+    writes in place and would have to be copied for it: CannotCut.
+    """
+    if type(cache) is CacheList:
+        return [hold(c) for c in cache.caches]
+    if is_cuttable(cache):
+        return None
+    if type(cache) is ArraysCache:
+        return clone(cache)
+    raise CannotCut(f"{type(cache).__name__} cannot go back a token")
+
+
+def step_back(cache: Any, held: Any, length: int) -> Any:
+    """The layer as it was at ``length`` tokens, one before now. Raises CannotCut."""
+    if type(cache) is CacheList:
+        layers = zip(cache.caches, held, strict=True)
+        return CacheList(*(step_back(c, h, length) for c, h in layers))
+    if held is not None:
+        return clone(held)
+    if not is_cuttable(cache):
+        raise CannotCut(f"{type(cache).__name__} has just turned")
+    return _cut_one(cache, length)
+
+
+def cut(caches: list[Any], have: int, length: int) -> list[Any]:
+    """The first ``length`` of ``have`` tokens, sharing the arrays of ``caches``.
+
+    Raises CannotCut when a layer has already forgotten what a shorter state needs.
+    """
+    if not 0 < length <= have:
+        raise CannotCut(f"the state holds {have} tokens, not {length}")
+    if length < have:
+        stuck = sorted({type(c).__name__ for c in caches if not is_cuttable(c)})
+        if stuck:
+            raise CannotCut(f"{', '.join(stuck)} of {have} tokens cannot be cut to {length}")
+    return [_cut_one(c, length) for c in caches]
+
+
+def compact(caches: list[Any]) -> list[Any]:
+    """Exact-length contiguous copies (lazy); nothing of the original buffers stays referenced."""
+    return [type(c).from_state(tree_map(_packed, c.state)) for c in caches]
+
+
+def arrays_of(caches: list[Any]) -> list[mx.array]:
+    """Every array that a state is made of."""
+    leaves = tree_flatten([c.state for c in caches])
+    return [x for _, x in leaves if isinstance(x, mx.array)]
+
+
+def num_bytes(caches: list[Any]) -> int:
+    """Bytes of all arrays of a state, whether evaluated yet or not."""
+    return sum(x.nbytes for x in arrays_of(caches))
+
+
+def _handle(leaf: Any) -> Any:
+    return leaf[...] if isinstance(leaf, mx.array) else leaf
+
+
+def _packed(leaf: Any) -> Any:
+    return mx.contiguous(leaf) if isinstance(leaf, mx.array) else leaf
+
+
+def _cut_one(cache: Any, length: int) -> Any:
+    kind = type(cache)
+    if kind is CacheList:
+        return CacheList(*(_cut_one(c, length) for c in cache.caches))
+    if kind not in (KVCache, RotatingKVCache) or cache.empty():
+        return clone(cache)
+    if kind is RotatingKVCache and not cache.is_trimmable():
+        return _cut_ring(cache)
+    keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
+    if kind is KVCache:
+        return KVCache.from_state((keys, values, length))
+    return kind.from_state((keys, values, length, cache.keep, cache.max_size, length))
+
+
+def _cut_ring(cache: Any) -> Any:
+    # After a long prefill a ring holds up to max_size + chunk tokens, oldest first; the next
+    # decode would drop the surplus, so leaving it out changes nothing but the bytes kept.
+    keys, values, offset, keep, max_size, idx = cache.state
+    surplus = keys.shape[2] - max_size
+    if keep == 0 and surplus > 0:
+        state = (keys[..., surplus:, :], values[..., surplus:, :], offset, keep, max_size, max_size)
+        return RotatingKVCache.from_state(state)
+    return RotatingKVCache.from_state((keys[...], values[...], offset, keep, max_size, idx))
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    caches: list[Any]
+    length: int
+    nbytes: int
+
+
+class Snapshots:
+    """Kept states by id. They are never written; rows get handles or cut copies of them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[SnapshotId, _Snapshot] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept states; arrays shared by two snapshots count twice."""
+        return sum(s.nbytes for s in self._kept.values())
+
+    def put(self, snapshot: SnapshotId, caches: list[Any], length: int) -> SnapshotMade:
+        """Keep ``caches``, which must be exact and owned by nobody else."""
+        nbytes = num_bytes(caches)
+        self._kept[snapshot] = _Snapshot(caches, length, nbytes)
+        return SnapshotMade(snapshot, length, nbytes)
+
+    def take(self, snapshot: SnapshotId, length: int) -> list[Any]:
+        """Caches for a new row. Raises CannotCut (also for an unknown id)."""
+        kept = self._kept.get(snapshot)
+        if kept is None:
+            raise CannotCut(f"snapshot {snapshot} is not kept any more")
+        return cut(kept.caches, kept.length, length)
+
+    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
+        """Forget; unknown ids are ignored."""
+        for snapshot in snapshots:
+            self._kept.pop(snapshot, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()

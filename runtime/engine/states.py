@@ -1,0 +1,117 @@
+"""Where the state of a new row comes from, and where states are kept.
+
+Owns the snapshots. Runs on the device thread and never waits. A state that several ask for in one
+step (forks of one prompt, a fork and a snapshot) is copied once; each gets handles of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..device import (
+    Cold,
+    DeviceStats,
+    FromRow,
+    FromSnapshot,
+    KeepRow,
+    RowId,
+    SnapshotId,
+    SnapshotMade,
+    SnapshotSkipped,
+    StartRow,
+)
+from .forward import Forward
+from .rows import Row
+from .sampling import RowSampler
+from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
+
+
+class States:
+    """Makes rows and keeps snapshots for one model."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._snapshots = Snapshots()
+        self._copies: dict[tuple[RowId, int], list[Any]] = {}
+
+    def begin_step(self) -> None:
+        """Rows move on: copies of the step before are not theirs any more."""
+        self._copies.clear()
+
+    def keep(
+        self, keep: KeepRow, rows: Mapping[RowId, Row], forward: Forward
+    ) -> SnapshotMade | SnapshotSkipped:
+        """Start a copy of a row's state; a state that cannot be had is skipped with the reason."""
+        row = rows.get(keep.row)
+        if row is None:
+            return SnapshotSkipped(keep.snapshot, f"row {keep.row} is gone")
+        try:
+            caches = clone_all(self._copied(row, keep.length, forward))
+        except Exception as error:
+            return SnapshotSkipped(keep.snapshot, str(error))
+        return self._snapshots.put(keep.snapshot, caches, keep.length)
+
+    def make_row(self, start: StartRow, rows: Mapping[RowId, Row], forward: Forward) -> Row:
+        """A row with its first state. Raises ValueError or CannotCut with the reason in words."""
+        if start.row in rows:
+            raise ValueError(f"row {start.row} exists already")
+        if not start.ids:
+            raise ValueError("the prompt is empty")
+        if min(start.ids) < 0 or max(start.ids) >= self._vocab_size:
+            raise ValueError(f"a prompt id is outside the vocabulary of {self._vocab_size}")
+        sampler = RowSampler(start.sampling, start.ids, self._vocab_size)
+        caches, length = self._source(start, rows, forward)
+        return Row(start.row, start.ids, sampler, caches, processed=length)
+
+    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
+        """Forget kept states; unknown ids are ignored."""
+        self._snapshots.release(snapshots)
+
+    def stats(self, rows: Mapping[RowId, Row], forward: Forward) -> DeviceStats:
+        """Live figures of memory, rows and snapshots."""
+        lone = sum(num_bytes(r.caches) for r in rows.values() if r.caches is not None)
+        return DeviceStats(
+            active_bytes=mx.get_active_memory(),
+            cache_bytes=mx.get_cache_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            kv_bytes=lone + forward.batch_bytes,
+            snapshot_bytes=self._snapshots.nbytes,
+            rows=len(rows),
+            batched_rows=forward.num_batched,
+            snapshots=len(self._snapshots),
+        )
+
+    def _source(
+        self, start: StartRow, rows: Mapping[RowId, Row], forward: Forward
+    ) -> tuple[list[Any], int]:
+        match start.source:
+            case Cold():
+                return make_prompt_cache(self._model), 0
+            case FromSnapshot(snapshot, length):
+                _check_length(length, start)
+                return self._snapshots.take(snapshot, length), length
+            case FromRow(row, length):
+                _check_length(length, start)
+                if (source := rows.get(row)) is None:
+                    raise CannotCut(f"row {row} is gone")
+                return clone_all(self._copied(source, length, forward)), length
+
+    def _copied(self, row: Row, length: int, forward: Forward) -> list[Any]:
+        copy = self._copies.get((row.id, length))
+        if copy is None:
+            copy = self._copies[row.id, length] = forward.copy(row, length)
+            # Started here, before the step's forward: once it is under way it holds no reference
+            # to the row's buffers, and the forward may write into them in place.
+            mx.async_eval(arrays_of(copy))
+        return copy
+
+
+def _check_length(length: int, start: StartRow) -> None:
+    if not 0 < length < len(start.ids):
+        raise ValueError(f"a source of {length} tokens for a prompt of {len(start.ids)}")
