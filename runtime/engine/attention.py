@@ -1,0 +1,112 @@
+"""The one attention entry point of our own, and its installation into mlx-lm's models.
+
+mlx-lm's models call ``scaled_dot_product_attention`` by name with what their cache's
+``update_and_fetch`` returned. Our caches return an :class:`AttentionView` (keys and values that
+are not one array), and this entry point lets the view do the work; plain arrays go to mlx-lm's own
+function untouched, so a lone row stays bit-exact. Runs on the device thread; owns no state.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
+
+NAME = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedMask:
+    """What our caches' ``make_mask`` returns: an opaque word, not an array.
+
+    It only carries the window that the model asked for; every view makes its own arrays, since
+    they depend on where its rows stand. A model that computes with its mask fails on it loudly.
+    """
+
+    window: int | None
+
+
+@runtime_checkable
+class AttentionView(Protocol):
+    """Keys and values of a batch whose rows do not fit one array."""
+
+    def attend(
+        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention of ``queries`` [B, H, L, D] in float; the result has the same B, H and L."""
+        ...
+
+
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's signature; raises TypeError for a mask that the model made of its own."""
+    if isinstance(keys, mx.array):
+        return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+    if not (keys is values and isinstance(keys, AttentionView)):
+        return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+    return keys.attend(queries, scale, window_of(mask), sinks)
+
+
+def window_of(mask: Any) -> int | None:
+    """The window that a mask stands for. Raises TypeError for arrays: rows differ in length."""
+    match mask:
+        case None | "causal":
+            return None
+        case RaggedMask(window):
+            return window
+        case _:
+            raise TypeError(f"attention of batched rows got a mask of its own: {type(mask)}")
+
+
+def install_attention() -> None:
+    """Put our entry point wherever mlx-lm's stands by name. Idempotent; call after loading."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get(NAME) is mlx_lm_attention:
+            names[NAME] = scaled_dot_product_attention
+
+
+def attend_group(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of one group, by MLX's fused kernel.
+
+    Shapes: queries [n, H, L, D], keys and values [n, G, T, D] with H a multiple of G, mask bool
+    [n, 1, L, T].
+    """
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def attend_group_folded(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
+) -> mx.array:
+    """The same for the CPU, where MLX has no fused kernel.
+
+    All heads of a key head become rows of one matrix product (a third of the products, for three
+    heads a key head, and each three times as large). Mask: bool [n, 1, L·H/G or 1, T].
+    """
+    n, heads, columns, width = queries.shape
+    kv_heads = keys.shape[1]
+    folded = (queries * scale).reshape(n, kv_heads, heads // kv_heads * columns, width)
+    scores = folded @ keys.swapaxes(-1, -2)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+    output = mx.softmax(scores, axis=-1, precise=True) @ values
+    return output.reshape(n, heads, columns, values.shape[-1])

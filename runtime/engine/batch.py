@@ -1,0 +1,160 @@
+"""Rows that share one forward pass, whatever their lengths.
+
+Owns the batch: where rows stand (``groups``) and each layer's buffers (``layouts``). Runs on the
+device thread; it knows row ids and lengths, not tokens, sampling or requests.
+
+One step::
+
+    caches = batch.begin(columns)            # room made, rows moved, order settled
+    logits = model(tokens, cache=caches)     # tokens [B, columns] in the order of batch.rows
+    batch.commit(columns)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..device import RowId
+from .groups import Groups
+from .layouts import SLACK, Image, LayerBuffers, Piece, RowsCache, Step
+from .lone import CannotTrim, give_cache, take_image, window_of_cache
+from .prefill import RaggedPrefill
+from .selfcheck import why_not_batchable
+
+__all__ = ["CannotTrim", "RaggedPrefill", "RowBatch", "why_not_batchable"]
+
+
+class RowBatch:
+    """Ragged rows in capacity groups. Raises TypeError for a model with other cache kinds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [LayerBuffers(window_of_cache(c)) for c in make_prompt_cache(model)]
+        self._groups = Groups()
+        self._joining: dict[RowId, list[Image | None]] = {}
+        self._oldest: dict[RowId, list[int]] = {}
+        self._written: dict[RowId, int] = {}
+        self._columns = 0
+
+    @property
+    def rows(self) -> tuple[RowId, ...]:
+        """The order of the batch axis; may change with every join, leave and begin."""
+        return self._groups.rows
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All buffers that live, to be evaluated with a step's result."""
+        return [array for layer in self._layers for array in layer.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all group buffers."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def length(self, row: RowId) -> int:
+        """Tokens held by a row. Raises KeyError for a stranger."""
+        return self._groups.length(row)
+
+    def join(self, row: RowId, caches: Sequence[Any]) -> None:
+        """Take a lone row in with its mlx-lm caches, one per layer, all of the same length.
+
+        The bytes are copied by the next :meth:`begin`; what happens to ``caches`` afterwards does
+        not matter. Raises ValueError for a row that is here, TypeError for other cache kinds.
+        """
+        pairs = [take_image(c, layer) for c, layer in zip(caches, self._layers, strict=True)]
+        length = int(caches[0].offset)
+        if any(cache.offset != length for cache in caches):
+            raise ValueError("a row's layers differ in length")
+        self._groups.join(row, length)
+        self._joining[row] = [image for image, _ in pairs]
+        self._oldest[row] = [oldest for _, oldest in pairs]
+        self._written[row] = length
+
+    def leave(self, row: RowId, *, poisoned: bool = False) -> None:
+        """Drop a row. A ``poisoned`` row's slot is zeroed before anyone reads it again.
+
+        (0 × NaN is NaN in the masked sum.) The last row to leave frees all buffers at once.
+        """
+        self._groups.leave(row, poisoned=poisoned)
+        self._joining.pop(row, None)
+        del self._oldest[row], self._written[row]
+        if not self._groups:
+            self._move(1)
+
+    def export(self, row: RowId, length: int) -> list[Any]:
+        """Fresh mlx-lm caches with the first ``length`` tokens of a row: exact-length copies.
+
+        They are not evaluated yet; evaluate them before the next step is, or its first write to
+        the row's group copies that group. Raises CannotTrim, KeyError for a stranger and
+        ValueError for more tokens than the row holds.
+        """
+        if not 0 <= length <= self._groups.length(row):
+            raise ValueError(f"row {row} holds {self._groups.length(row)} tokens, not {length}")
+        images = self._images(row)
+        triples = zip(images, self._layers, self._oldest[row], strict=True)
+        return [
+            give_cache(image, layer, length, self._oldest_held(row, layer, oldest))
+            for image, layer, oldest in triples
+        ]
+
+    def begin(self, columns: int) -> list[RowsCache]:
+        """Make room for ``columns`` tokens in every row; the layers' caches for the forward.
+
+        Raises ValueError for more columns than a sliding layer's ring can take in one step.
+        """
+        if columns < 1 or (columns > SLACK + 1 and any(layer.ring for layer in self._layers)):
+            raise ValueError(f"a step of {columns} columns")
+        self._move(columns)
+        self._columns = columns
+        step = Step(self._groups.segments(), columns)
+        return [RowsCache(layer, step) for layer in self._layers]
+
+    def commit(self, columns: int | Sequence[int]) -> None:
+        """The step that began is built: rows are longer by ``columns``, or by a count per row.
+
+        Counts are in batch order and at most what :meth:`begin` was told; the rest is taken back.
+        """
+        rows = self.rows
+        counts = [columns] * len(rows) if isinstance(columns, int) else columns
+        if any(not 0 <= count <= self._columns for count in counts):
+            raise ValueError(f"{counts} of {self._columns} columns kept")
+        for row in rows:
+            reached = self._groups.length(row) + self._columns
+            self._written[row] = max(self._written[row], reached)
+        self._groups.commit(counts)
+
+    def _move(self, columns: int) -> None:
+        relayout = self._groups.begin(columns)
+        if not (relayout.changes or relayout.dropped):
+            return
+        moved = []
+        for index, layer in enumerate(self._layers):
+            joining = {row: images[index] for row, images in self._joining.items()}
+            moved.append(layer.gather(relayout, joining))
+        if mx.default_device() == mx.cpu:
+            mx.eval(list(_detached(moved)))
+        for layer, pieces in zip(self._layers, moved, strict=True):
+            layer.apply(relayout, pieces)
+        self._joining.clear()
+
+    def _images(self, row: RowId) -> list[Image | None]:
+        place = self._groups.place(row)
+        if place is None:
+            return self._joining[row]
+        return [layer.image(place) for layer in self._layers]
+
+    def _oldest_held(self, row: RowId, layer: LayerBuffers, oldest: int) -> int:
+        return oldest if layer.ring is None else max(oldest, self._written[row] - layer.ring)
+
+
+def _detached(moved: list[dict[int, list[Piece]]]) -> Iterator[mx.array]:
+    """Copies out of groups that live on: made first, so that these are then written in place."""
+    for groups in moved:
+        for piece in chain.from_iterable(groups.values()):
+            if piece.detached:
+                yield from (piece.keys, piece.values)
