@@ -1,0 +1,47 @@
+"""Weights and BLAS for the rivals of a measurement: the same arithmetic as this project's.
+
+Uses mlx-lm alone to expand a model, so that nothing of ours decides what a rival runs.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import subprocess
+import sys
+from pathlib import Path
+
+CACHE = Path.home() / ".cache" / "mlx-troupe" / "bench"
+
+EXPAND = """
+import sys, json, mlx.core as mx
+from pathlib import Path
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import load, save_model, save_config, dequantize_model
+import shutil
+source, target = Path(sys.argv[1]), Path(sys.argv[2])
+model, tokenizer, config = load(str(source), return_config=True)
+model = dequantize_model(model)
+floating = lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x
+model.update(tree_map(floating, model.parameters()))
+target.mkdir(parents=True)
+save_model(target, model, donate_model=False)
+config.pop("quantization", None); config.pop("quantization_config", None)
+config["torch_dtype"] = "float32"
+for path in source.iterdir():
+    if path.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in path.name:
+        shutil.copy(path, target / path.name)
+save_config(config, config_path=target / "config.json")
+"""
+
+
+def expanded(model: Path) -> Path:
+    """``model`` as float32, made once by mlx-lm."""
+    target = CACHE / f"{model.name}-float32"
+    if not (target / "config.json").exists():
+        subprocess.run([sys.executable, "-c", EXPAND, str(model), str(target)], check=True)
+    return target
+
+
+def preloadable_blas() -> str | None:
+    """A BLAS that ``LD_PRELOAD`` can put in front of MLX's reference one."""
+    return "libopenblas.so.0" if ctypes.util.find_library("openblas") else None
