@@ -19,6 +19,7 @@ import trio
 
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, StepId
+from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 from mlx_troupe.runtime.errors import Unavailable
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import Failed, Finished, GenerationEvent, GenerationRequest
@@ -295,6 +296,8 @@ async def open_runtime(
         ModelError and others, in a group, out of the block: what ended the company.
     """
     if device is None and worker is None:
+        # Before anything imports MLX: afterwards its own BLAS is bound for good.
+        ensure_fast_blas()
         from mlx_troupe.runtime.engine.executor import MLXDevice
 
         device = MLXDevice(
