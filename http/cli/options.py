@@ -1,0 +1,68 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+GIB = 1 << 30
+
+
+class Number(click.FloatRange):
+    """A float in a range. Unlike click's own it refuses ``nan``, which no comparison catches."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The value as a finite float within the range; fails as a usage error."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+def model_argument(command: Command) -> Command:
+    """``[MODEL]``."""
+    return click.argument("model", required=False)(command)
+
+
+def sampling_options(command: Command) -> Command:
+    """``--temperature``, ``--top-p``, ``--top-k``: defaults of a server, values of a command."""
+    for option in (
+        click.option("--top-k", type=click.IntRange(min=0), help="Sample among the K best tokens."),
+        click.option(
+            "--top-p", type=Number(0, 1), help="Sample among the best tokens of this joint share."
+        ),
+        click.option(
+            "--temperature",
+            "--temp",
+            type=Number(0, 5),
+            help="0 always takes the best token. Unset: the model's own value, else 0.7.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def dtype_option(command: Command) -> Command:
+    """``--dtype``."""
+    return click.option(
+        "--dtype",
+        type=click.Choice(["auto", "keep", "float32", "bfloat16"]),
+        default="auto",
+        show_default=True,
+        help="What weights are expanded to at load. auto: float32 on a CPU when memory allows, "
+        "as they are elsewhere.",
+    )(command)
+
+
+def default_prompt_cache() -> float:
+    """GiB for kept prompts: a quarter of the machine's memory, at most 8."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(8.0, round(memory / 4 / GIB, 1))

@@ -1,0 +1,210 @@
+"""``mlx-troupe serve``: one model for many clients, until Ctrl-C.
+
+Checks the address, finds the model, opens the runtime and puts the HTTP application in front of
+it. The address answers while the model loads (``/health`` says so); the banner comes when it has.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...runtime.settings import Settings
+from .options import (
+    GIB,
+    Number,
+    default_prompt_cache,
+    dtype_option,
+    model_argument,
+    sampling_options,
+)
+
+if TYPE_CHECKING:
+    import trio
+
+    from ...runtime.device import ModelInfo
+    from ..seams import HttpSettings
+    from ..server import Stop
+
+EPILOG = """\b
+Examples:
+  mlx-troupe serve
+  mlx-troupe serve mlx-community/Qwen3-4B-4bit --port 9000
+  mlx-troupe serve ./model.gguf --batch 8 --prompt-cache 2
+  mlx-troupe serve qwen3 --host 0.0.0.0 --allowed-host gpu.lan
+
+Ctrl-C lets running answers end; a second Ctrl-C stops at once.
+"""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOOPBACK = ("127.", "localhost", "::1")
+
+
+@click.command(epilog=EPILOG, short_help="Serve a model to many clients (OpenAI API).")
+@model_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
+@click.option(
+    "--batch",
+    "--decode-concurrency",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Most requests that are computed together.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    help="Most requests that wait; further ones are refused with 429.",
+)
+@dtype_option
+@click.option(
+    "--prompt-cache",
+    metavar="GB",
+    type=Number(min=0),
+    default=default_prompt_cache,
+    show_default="8, at most a quarter of memory",
+    help="Memory for kept prompts, in GiB; 0 turns the prompt cache off.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Cap on every answer, in tokens.")
+@sampling_options
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    metavar="NAME",
+    multiple=True,
+    help="A further name that clients may call this server by; repeatable. * allows any.",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="A web origin whose pages may call this server; repeatable. * allows any.",
+)
+@click.option(
+    "--keepalive",
+    metavar="SECONDS",
+    type=Number(min=0),
+    default=15.0,
+    show_default=True,
+    help="Silence in a stream after which a comment is sent; 0 never sends one.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="warning",
+    show_default=True,
+    help="What is told on standard error.",
+)
+def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any) -> None:
+    """Serve MODEL over the OpenAI API to many clients at once.
+
+    --temperature, --top-p and --top-k are defaults for requests that leave them out.
+    Without MODEL: the one that you have, or the starter model.
+    """
+    import trio
+
+    from .models import find_model
+
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    check_address(host, port)
+    found = find_model(model)
+    click.echo(f"Loading {found.name} ...", err=True)
+    settings = Settings(
+        model=found.path,
+        name=found.name,
+        batch=flags["batch"],
+        queue=flags["queue"],
+        dtype=flags["dtype"],
+        prompt_cache_bytes=int(flags["prompt_cache"] * GIB),
+        max_tokens=flags["max_tokens"],
+        temperature=flags["temperature"],
+        top_p=flags["top_p"],
+        top_k=flags["top_k"],
+    )
+    trio.run(run_server, settings, host, port, flags)
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse a port that is taken before anything is downloaded; the server tells the rest."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise click.ClickException(
+                f"Port {port} on {host} is taken; stop its owner or choose another with --port."
+            ) from None
+
+
+async def run_server(settings: Settings, host: str, port: int, flags: dict[str, Any]) -> None:
+    """Open the runtime and serve it until stopped. Raises TroupeErrors, in groups."""
+    import trio
+
+    from ...actors.system import open_runtime
+
+    async with open_runtime(settings) as runtime:
+        # Imported only now: the weights are being read meanwhile.
+        from ..app import create_app
+        from ..seams import HttpSettings
+        from ..server import Stop, serve
+
+        http = HttpSettings(
+            host=host,
+            port=port,
+            allowed_hosts=flags["allowed_hosts"],
+            cors_origins=flags["cors_origins"],
+            keepalive_interval=flags["keepalive"],
+        )
+        stop = Stop()
+        async with trio.open_nursery() as nursery:
+
+            async def serve_to_the_end(task_status: trio.TaskStatus[list[str]]) -> None:
+                await serve(create_app(runtime, http), stop=stop, task_status=task_status)
+                nursery.cancel_scope.cancel()
+
+            urls = await nursery.start(serve_to_the_end)
+            nursery.start_soon(_tell_of_stop, stop)
+            click.echo(banner(settings, await runtime.wait_ready(), http, urls[0]))
+
+
+def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -> str:
+    """What is served, where, and a line to try it with."""
+    window = f"{model.context_window:,} tokens" if model.context_window else "unknown"
+    rows = f"up to {settings.batch} together" if model.batchable else f"one ({model.lone_reason})"
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}]})
+    lines = [
+        f"model    {model.name}",
+        f"device   {model.device}",
+        f"context  {window}; requests: {rows}",
+        f"address  {url}/v1",
+    ]
+    if not http.host.startswith(LOOPBACK):
+        lines.append("         Anyone who can reach this address can use it: there is no password.")
+    lines += [
+        "",
+        "Try it:",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f"    -d '{body}'",
+        "",
+        "Ctrl-C stops.",
+    ]
+    return "\n".join(lines)
+
+
+async def _tell_of_stop(stop: Stop) -> None:
+    await stop.drain.wait()
+    click.echo("Stopping once running answers have ended; Ctrl-C again stops at once.", err=True)
