@@ -8,11 +8,13 @@ loop but for the device's own thread.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Literal
 
 import trio
@@ -243,6 +245,11 @@ class Runtime:
             "prompt_cache": asdict(self.cache.core.stats()),
             "device": asdict(self.view.stats),
             "requests": {"active": len(self._active)},
+            "process": {
+                "tasks": trio.lowlevel.current_statistics().tasks_living,
+                "resident_bytes": resident_bytes(),
+                "started_at": self.started_at,
+            },
             "actors": {
                 name: {"state": state, "crashes": self.supervisor.crashes[name]}
                 for name, state in self.supervisor.states.items()
@@ -336,3 +343,12 @@ def _describe(model: ModelInfo | None) -> dict[str, object] | None:
         "device": model.device,
         "kv_bytes_per_token": model.kv_bytes_per_token,
     }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
