@@ -1,0 +1,124 @@
+"""From a parsed call to its answer, whole or streamed; shared by chat and text completions.
+
+Runs in the request's own task. A generation is entered before any reply is begun, so whatever the
+runtime refuses is still a plain JSON error; it is left as soon as the answer ends, or when the
+client goes away, in both modes.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Protocol, assert_never, cast
+
+import msgspec
+import trio
+from quart import Response, request
+
+from mlx_troupe.runtime.requests import Channel, Failed, Finished, TextDelta
+
+from .connection import request_stack
+from .guards import check_json_headers
+from .sse import ChunkShape, EventStream, stream_response
+from .wire.parsing import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mlx_troupe.runtime.device import ModelInfo
+    from mlx_troupe.runtime.requests import FinishReason, Usage
+
+    from .metrics import Meter
+    from .seams import Edge, GenerationLike
+    from .wire.params import Call
+
+OFF_LOOP_BYTES = 64 << 10
+"""Larger bodies are parsed on a worker thread: parsing takes about 10 ms a megabyte."""
+
+
+class AnswerShape(ChunkShape, Protocol):
+    """How one kind of answer is written, whole or in chunks."""
+
+    def answer(
+        self, content: str, reasoning: str, reason: FinishReason, usage: Usage
+    ) -> msgspec.Struct: ...
+
+
+class MakeShape(Protocol):
+    """Makes the shape of one answer."""
+
+    def __call__(
+        self, *, id: str, created: int, model: str, include_usage: bool
+    ) -> AnswerShape: ...
+
+
+async def answer_call(
+    edge: Edge,
+    route: str,
+    id_prefix: str,
+    parse: Callable[[Mapping[str, object], ModelInfo | None], Call],
+    make_shape: MakeShape,
+) -> Response:
+    """Read the current request, run it and answer it. Raises TroupeError before any reply."""
+    call = await _read_call(edge, parse)
+    started = time.perf_counter()
+
+    def shape() -> AnswerShape:
+        return make_shape(
+            id=f"{id_prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=edge.model_name,
+            include_usage=call.include_usage,
+        )
+
+    if call.stream:
+        return await _stream(edge, route, call, started, shape)
+    async with edge.runtime.generate(call.request) as generation:
+        with edge.metrics.measure(route, started) as meter:
+            answer = await _collect(generation, meter, shape())
+    return json_response(answer)
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A JSON reply."""
+    return Response(msgspec.json.encode(value), status, content_type="application/json")
+
+
+async def _read_call(
+    edge: Edge, parse: Callable[[Mapping[str, object], ModelInfo | None], Call]
+) -> Call:
+    check_json_headers(request)
+    body = cast("bytes", await request.get_data(cache=False))
+    model = edge.runtime.model
+    if len(body) <= OFF_LOOP_BYTES:
+        return parse(parse_json(body), model)
+    return await trio.to_thread.run_sync(lambda: parse(parse_json(body), model))
+
+
+async def _stream(
+    edge: Edge, route: str, call: Call, started: float, shape: Callable[[], AnswerShape]
+) -> Response:
+    stack = request_stack()
+    generation = await stack.enter_async_context(edge.runtime.generate(call.request))
+    meter = stack.enter_context(edge.metrics.measure(route, started))
+    keepalive = edge.settings.keepalive_interval
+    return stream_response(EventStream(generation, shape(), meter, stack, keepalive))
+
+
+async def _collect(generation: GenerationLike, meter: Meter, shape: AnswerShape) -> msgspec.Struct:
+    """Read a generation to its end. Raises the error that it failed with."""
+    parts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
+    while True:
+        event = await generation.next_event()
+        meter.saw(event)
+        match event:
+            case TextDelta(channel, text):
+                parts[channel].append(text)
+            case Finished(reason, usage):
+                content = "".join(parts[Channel.CONTENT])
+                reasoning = "".join(parts[Channel.REASONING])
+                return shape.answer(content, reasoning, reason, usage)
+            case Failed(error):
+                raise error
+            case _:
+                assert_never(event)
