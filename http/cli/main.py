@@ -12,7 +12,7 @@ import click
 
 from .chat import chat
 from .doctor import doctor
-from .errors import plain_error
+from .errors import leaves, plain_error
 from .generate import generate
 from .get import get
 from .serve import serve
@@ -30,6 +30,8 @@ that mlx-lm can load, or a .gguf file. Every flag can also be set as a variable:
 --port of serve is MLX_TROUPE_SERVE_PORT.
 """
 
+INTERRUPTED = 130
+"""The shells' exit status for Ctrl-C."""
 GROUP_FLAGS = frozenset({"-h", "--help", "-v", "--version"})
 
 
@@ -49,6 +51,8 @@ class Troupe(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BaseException as error:
+            if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
+                raise click.exceptions.Exit(INTERRUPTED) from None
             message = plain_error(error)
             if message is None:
                 raise

@@ -1,0 +1,455 @@
+"""The command line: help, flags, errors, and the commands on a scripted company."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+import trio
+from click.testing import CliRunner, Result
+from company import WordTokenizer
+
+from mlx_troupe.actors import system
+from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice, count_up
+from mlx_troupe.http.cli import chat as chat_module
+from mlx_troupe.http.cli import models
+from mlx_troupe.http.cli.conversation import Ask, Conversation, Leave, Note
+from mlx_troupe.http.cli.errors import plain_error
+from mlx_troupe.http.cli.local import Wishes
+from mlx_troupe.http.cli.main import cli
+from mlx_troupe.http.cli.progress import ProgressBar
+from mlx_troupe.http.cli.render import printable
+from mlx_troupe.http.cli.serve import run_server
+from mlx_troupe.runtime.errors import ModelError
+from mlx_troupe.runtime.requests import SamplingRequest
+from mlx_troupe.runtime.settings import Settings
+
+COMMANDS = ("serve", "chat", "generate", "get", "doctor")
+SETTINGS = Settings(Path("/nowhere"), "scripted")
+
+
+class ChatTokenizer(WordTokenizer):
+    """A word tokenizer with a template: the contents of all messages in a row."""
+
+    has_chat_template = True
+
+    def render(self, messages: list[dict[str, object]], **_: object) -> str:
+        return " ".join(str(message["content"]) for message in messages)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What resolving a name gives."""
+
+    path: Path
+    name: str
+    source: str = "test"
+
+
+class Asked:
+    """Opens a scripted company wherever the product would open MLX, and remembers with what."""
+
+    def __init__(self) -> None:
+        self.queries: list[str | None] = []
+        self.settings: Settings | None = None
+        self.device = ScriptedDevice(decode_seconds=0, prefill_token_seconds=0)
+        self._open = system.open_runtime
+
+    def find(self, query: str | None) -> Found:
+        """Stands in for ``find_model``."""
+        self.queries.append(query)
+        return Found(Path("/nowhere"), query or "starter")
+
+    @asynccontextmanager
+    async def open_runtime(self, settings: Settings) -> AsyncIterator[system.Runtime]:
+        """Stands in for the real one."""
+        self.settings = settings
+        worker = InlineWorker(self.device)
+        async with self._open(settings, tokenizer=ChatTokenizer, worker=worker) as runtime:
+            yield runtime
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """No model is looked for and no MLX imported in this test."""
+    stage = Asked()
+    monkeypatch.setattr(models, "find_model", stage.find)
+    monkeypatch.setattr(system, "open_runtime", stage.open_runtime)
+    return stage
+
+
+def invoke(*args: str, stdin: str = "") -> Result:
+    """Run the command line; an exception that is not an exit fails the test."""
+    result = CliRunner().invoke(cli, args, input=stdin, prog_name="mlx-troupe")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+# ---- help, version, flags ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_every_option_explained(command: str) -> None:
+    """A newcomer reads what each flag does; none is left without a word."""
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"Usage: mlx-troupe {command}" in result.stdout
+    options = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    assert all(option.help for option in options)
+
+
+def test_help_lists_every_command_and_says_what_to_type() -> None:
+    """The first screen names all verbs and gives examples."""
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert all(f"\n  {command}" in result.stdout for command in COMMANDS)
+    assert "Examples:" in result.stdout
+    assert invoke("help").stdout == result.stdout
+    assert invoke("help", "chat").stdout == invoke("chat", "--help").stdout
+    assert invoke("help", "nothing").exit_code == 2
+
+
+def test_version_is_the_distributions() -> None:
+    """``--version`` prints one line."""
+    assert invoke("--version").stdout.startswith("mlx-troupe 0.")
+    assert invoke("-v").stdout == invoke("--version").stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_flags_are_usage_errors(command: str) -> None:
+    """Nothing is silently ignored."""
+    result = invoke(command, "--bogus")
+    assert result.exit_code == 2
+    assert "--bogus" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("serve", "--temperature", "5.1"),
+        ("serve", "--temperature", "nan"),
+        ("serve", "--prompt-cache", "inf"),
+        ("serve", "--prompt-cache", "-1"),
+        ("serve", "--top-p", "2"),
+        ("serve", "--port", "65536"),
+        ("serve", "--batch", "0"),
+        ("serve", "--dtype", "int3"),
+        ("serve", "one", "two"),
+        ("generate", "--max-tokens", "0"),
+        ("get",),
+        ("bogus",),
+    ],
+)
+def test_values_out_of_range_are_usage_errors(asked: Asked, args: tuple[str, ...]) -> None:
+    """They are found before a model is looked for."""
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert "Error:" in result.stderr
+    assert not asked.queries
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    """A fast BLAS can still be put in front of MLX, and help answers at once."""
+    program = """
+        import sys
+        import mlx_troupe.http.cli.main
+        heavy = {"mlx", "mlx_lm", "numpy", "trio", "quart", "hypercorn", "rich", "httpx"}
+        print(sorted(heavy & set(sys.modules)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_found_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 1, the message, and no traceback."""
+
+    def find(query: str | None) -> Found:
+        raise ModelError(f"no model matches {query}")
+
+    monkeypatch.setattr(models, "find_model", find)
+    for args in (["serve", "x", "--port", "0"], ["chat", "x"], ["get", "x"]):
+        result = invoke(*args)
+        assert result.exit_code == 1
+        assert result.stderr == "Error: no model matches x\n"
+
+
+def test_a_device_that_cannot_load_is_one_line(asked: Asked) -> None:
+    """An error out of the company's nursery comes as a group and is still one line."""
+    asked.device.fail_next = ModelError("weights are missing")
+    result = invoke("generate", "--prompt", "1")
+    assert result.exit_code == 1
+    assert "weights are missing" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_faults_of_ours_keep_their_traceback() -> None:
+    """Only what a person can act on becomes a plain line, also inside groups."""
+    told = ModelError("told")
+    assert plain_error(ExceptionGroup("", [ExceptionGroup("", [told])])) == "told"
+    assert plain_error(ExceptionGroup("", [told, ValueError("bug")])) is None
+    assert plain_error(KeyError("bug")) is None
+    assert "mlx-troupe[cpu]" in str(plain_error(ImportError("no libmlx", name="mlx.core")))
+    assert plain_error(FileNotFoundError(2, "No such file", "x.gguf")) == "No such file (x.gguf)"
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status is the shell's for an interrupt, also out of a nursery."""
+
+    def find(query: str | None) -> Found:
+        raise BaseExceptionGroup("", [KeyboardInterrupt()])
+
+    monkeypatch.setattr(models, "find_model", find)
+    result = invoke("get", "x")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
+
+
+# ---- generate ----------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_answer_and_tells_the_speed(asked: Asked) -> None:
+    """The answer goes to standard output, figures to standard error."""
+    result = invoke("generate", "m", "--prompt", "3 4", "--max-tokens", "3", "--temperature", "0")
+    assert result.exit_code == 0
+    assert result.stdout == " 5 6 7\n"
+    assert result.stderr.startswith("2 prompt tokens")
+    assert "tok/s" in result.stderr
+    assert asked.queries == ["m"]
+
+
+def test_generate_reads_a_pipe_and_prints_json(asked: Asked) -> None:
+    """``--json`` is one object with text, usage and times."""
+    result = invoke("generate", "--raw", "--json", "--max-tokens", "2", stdin="8\n")
+    picture = json.loads(result.stdout)
+    assert picture["text"] == " 9 10"
+    assert picture["finish_reason"] == "length"
+    assert picture["usage"]["prompt_tokens"] == 1
+    assert picture["usage"]["completion_tokens"] == 2
+    assert result.stderr == ""
+
+
+def test_generate_refuses_an_empty_prompt(asked: Asked) -> None:
+    """Before a model is looked for."""
+    assert invoke("generate", stdin=" \n").exit_code == 2
+    assert not asked.queries
+
+
+# ---- chat --------------------------------------------------------------------------------------
+
+
+def test_chat_in_a_pipe_answers_line_by_line_and_remembers(asked: Asked) -> None:
+    """Each line is a turn; the second prompt holds the first answer."""
+    result = invoke("chat", "--max-tokens", "2", "--temperature", "0", stdin="3\n\n10\n")
+    assert result.exit_code == 0
+    assert result.stdout == " 4 5\n 11 12\n"
+    prompts = [start.ids for plan in asked.device.plans for start in plan.start]
+    assert prompts == [(3,), (3, 4, 5, 10)]
+
+
+def test_chat_commands_reset_and_set_the_system_message(asked: Asked) -> None:
+    """What is reset is out of the next prompt; the system message stays in front."""
+    lines = "3\n/system 7\n20\n/reset\n30\n/nonsense\n/exit\n40\n"
+    result = invoke("chat", "--max-tokens", "1", "--temperature", "0", stdin=lines)
+    assert result.stdout == " 4\n 21\n 31\n"
+    assert "Unknown command /nonsense" in result.stderr
+    prompts = [start.ids for plan in asked.device.plans for start in plan.start]
+    assert prompts == [(3,), (7, 20), (7, 30)]
+
+
+def test_chat_goes_on_after_an_error(asked: Asked) -> None:
+    """A question that cannot be served is taken back and the next one is answered."""
+    too_long = " ".join(["5"] * 5000)
+    result = invoke("chat", "--max-tokens", "1", "--temperature", "0", stdin=f"{too_long}\n8\n")
+    assert result.exit_code == 0
+    assert result.stdout.split() == ["9"]
+    assert "context window" in result.stderr
+
+
+def test_conversation_keeps_only_what_was_answered() -> None:
+    """A question without an answer is forgotten, an interrupted answer is kept."""
+    conversation = Conversation("be brief")
+    assert isinstance(conversation.hear("one"), Ask)
+    conversation.answered("")
+    heard = conversation.hear(" two ")
+    assert isinstance(heard, Ask)
+    assert [m.content for m in heard.prompt.messages] == ["be brief", "two"]
+    conversation.answered("half an ans")
+    assert [m.content for m in conversation.turns] == ["two", "half an ans"]
+    assert conversation.hear("") == Note("")
+    assert conversation.hear("/exit") == Leave()
+    assert isinstance(conversation.hear("/"), Note)
+
+
+async def test_ctrl_c_stops_the_answer_and_nothing_else(asked: Asked) -> None:
+    """The answer so far is kept, and the next question is answered in full."""
+    send, receive = trio.open_memory_channel[int](1)
+
+    def interrupted_at_six(ids: tuple[int, ...]) -> int:
+        if ids[-1] == 6:
+            send.send_nowait(signal.SIGINT)
+        return count_up(ids)
+
+    asked.device.script = interrupted_at_six
+    greedy = SamplingRequest(temperature=0)
+    async with asked.open_runtime(SETTINGS) as runtime, receive:
+
+        async def say(line: str, max_tokens: int | None) -> str:
+            wishes = Wishes(max_tokens, greedy)
+            stage = chat_module.Stage(runtime, wishes, Conversation(), receive, person=False)
+            heard = stage.conversation.hear(line)
+            assert isinstance(heard, Ask)
+            return await chat_module._reply(stage, heard.prompt)
+
+        assert (await say("3", None)).startswith(" 4 5 6")
+        assert await say("7", 2) == " 8 9"
+
+
+async def test_ctrl_c_at_the_prompt_of_a_pipe_leaves(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is there to be told of Ctrl-D."""
+    released = trio.Event()
+    monkeypatch.setattr(
+        chat_module, "_read_line", lambda person: trio.from_thread.run(released.wait)
+    )
+    send, receive = trio.open_memory_channel[int](1)
+    async with asked.open_runtime(SETTINGS) as runtime, receive:
+        wishes = Wishes(1, SamplingRequest())
+        stage = chat_module.Stage(runtime, wishes, Conversation(), receive, person=False)
+        await send.send(signal.SIGINT)
+        assert await chat_module._listen(stage) is None
+        released.set()
+
+
+def test_control_characters_never_reach_the_terminal() -> None:
+    """A model cannot move the cursor or set the title of a person's window."""
+    assert printable("a\x1b]0;title\x07b\r\n\tc\x9b") == "a]0;titleb\n\tc"
+
+
+# ---- get, serve --------------------------------------------------------------------------------
+
+
+def test_get_prints_the_directory_last(asked: Asked) -> None:
+    """A script can take the last line."""
+    result = invoke("get", "starter")
+    assert result.stdout.splitlines()[-1] == "/nowhere"
+    assert asked.queries == ["starter"]
+
+
+def test_progress_without_a_terminal_is_one_line_for_each_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A log is not filled with bars."""
+    with ProgressBar() as bar:
+        for done in range(0, 101, 10):
+            bar(done * 10**6, 100 * 10**6, "downloading x")
+        bar(1, None, "checking x")
+    assert capsys.readouterr().err == "downloading x (100 MB)\nchecking x\n"
+
+
+@pytest.mark.parametrize("args", [(), ("--batch", "4"), ("serve", "--batch", "4")])
+def test_no_verb_means_serve(
+    asked: Asked, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only options, or nothing at all, serve the default model."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(trio, "run", lambda function, *rest: seen.append((function, *rest)))
+    assert invoke(*args).exit_code == 0
+    function, settings, host, port, flags = seen[0]
+    assert function is run_server
+    assert isinstance(settings, Settings)
+    assert (host, port) == ("127.0.0.1", 8080)
+    assert settings.batch == (4 if args else 32)
+    assert settings.queue == 64
+    assert 0 < settings.prompt_cache_bytes <= 8 << 30
+    assert flags["keepalive"] == 15.0
+    assert asked.queries == [None]
+
+
+def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, aliases, repeated flags and variables."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(trio, "run", lambda function, *rest: seen.append(rest))
+    monkeypatch.setenv("MLX_TROUPE_SERVE_QUEUE", "7")
+    flags = (
+        "serve some/model --port 0 --decode-concurrency 3 --dtype keep --prompt-cache 0.5 "
+        "--max-tokens 9 --temp 0.5 --top-p 0.25 --top-k 2 --allowed-host a --allowed-host b "
+        "--cors-origin http://x --keepalive 0"
+    )
+    assert invoke(*flags.split()).exit_code == 0
+    settings, host, port, rest = seen[0]
+    assert settings == Settings(
+        Path("/nowhere"),
+        "some/model",
+        batch=3,
+        queue=7,
+        dtype="keep",
+        prompt_cache_bytes=512 << 20,
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=2,
+    )
+    assert (host, port) == ("127.0.0.1", 0)
+    assert rest["allowed_hosts"] == ("a", "b")
+    assert rest["cors_origins"] == ("http://x",)
+    assert rest["keepalive"] == 0
+
+
+def test_a_taken_port_is_told_before_a_model_is_looked_for(asked: Asked) -> None:
+    """Nobody waits for a download to learn that."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = invoke("serve", "--port", str(port))
+    assert result.exit_code == 1
+    assert f"Port {port} on 127.0.0.1 is taken" in result.stderr
+    assert not asked.queries
+
+
+async def test_serve_answers_until_ctrl_c(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """The banner names a working address; the first interrupt drains and ends."""
+    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0}
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_server, SETTINGS, "127.0.0.1", 0, flags)
+        told = ""
+        with trio.fail_after(20):
+            while "Ctrl-C stops" not in told:
+                await trio.sleep(0.01)
+                told += capsys.readouterr().out
+            url = next(line.split()[1] for line in told.splitlines() if "address" in line)
+            async with httpx.AsyncClient() as client:
+                health = await client.get(url.removesuffix("/v1") + "/health")
+                assert health.json() == {"status": "ok"}
+                body = {"messages": [{"role": "user", "content": "3"}], "max_tokens": 2}
+                chat = await client.post(f"{url}/chat/completions", json=body)
+                assert chat.json()["choices"][0]["message"]["content"] == " 4 5"
+            signal.raise_signal(signal.SIGINT)
+            while "Ctrl-C again" not in told:
+                await trio.sleep(0.01)
+                told += capsys.readouterr().err
+
+
+async def test_serve_ends_when_the_engine_is_gone(asked: Asked) -> None:
+    """A server without an engine does not linger."""
+    asked.device.fail_next = ModelError("weights are missing")
+    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0}
+    with pytest.raises(ExceptionGroup) as raised, trio.fail_after(20):
+        await run_server(SETTINGS, "127.0.0.1", 0, flags)
+    assert plain_error(raised.value)
