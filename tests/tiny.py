@@ -82,6 +82,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# lfm2 ties its embeddings, which makes some seeds repeat one token for ever.
+_FIRST_SEED = {"lfm2": 3}
+
 
 def make_checkpoint(
     path: Path, family: str = "llama", seed: int = 0, *, bits: int | None = None, **config: Any
@@ -95,7 +98,8 @@ def make_checkpoint(
     settings = FAMILIES[family] | config
     model_class, args_class = _get_classes(settings)
     model = model_class(args_class.from_dict(settings))
-    model.update(tree_map_with_path(lambda n, w: _weight(n, w, seed), model.parameters()))
+    first = seed + _FIRST_SEED.get(family, 0)
+    model.update(tree_map_with_path(lambda n, w: _weight(n, w, first), model.parameters()))
     if bits is not None:
         model, settings = quantize_model(model, dict(settings), group_size=32, bits=bits)
     save_model(path, model)
