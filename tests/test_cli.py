@@ -301,12 +301,12 @@ async def test_ctrl_c_stops_the_answer_and_nothing_else(asked: Asked) -> None:
     """The answer so far is kept, and the next question is answered in full."""
     send, receive = trio.open_memory_channel[int](1)
 
-    def interrupted_at_six(ids: tuple[int, ...]) -> int:
-        if ids[-1] == 6:
+    def interrupted(ids: tuple[int, ...]) -> int:
+        if ids[-1] == 200:
             send.send_nowait(signal.SIGINT)
         return count_up(ids)
 
-    asked.device.script = interrupted_at_six
+    asked.device.script = interrupted
     greedy = SamplingRequest(temperature=0)
     async with asked.open_runtime(SETTINGS) as runtime, receive:
 
