@@ -51,7 +51,8 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 def _load(model_dir: Path) -> Any:
     options = {"trust_remote_code": False, "local_files_only": True}
-    return load_wrapper(model_dir, options, eos_token_ids=_end_ids(model_dir))
+    read: Any = load_wrapper
+    return read(model_dir, options, eos_token_ids=_end_ids(model_dir))
 
 
 def _end_ids(model_dir: Path) -> list[int] | None:

@@ -169,8 +169,7 @@ class PromptBuilder:
         """Ids with remembered answers in place of their text, or None to encode plainly.
 
         Answers are rendered as unique marks; where putting the texts back gives the ordinary
-        rendering, the marks show where each answer stands. The result must spell what the plain
-        encoding spells.
+        rendering, the marks show where each answer stands.
         """
         known = self._remembered(form.messages)
         if not known:
@@ -184,7 +183,9 @@ class PromptBuilder:
         position = 0
         for index, mark in marks.items():
             place = marked.find(mark, position)
-            if marked.count(mark) == 1 and place >= 0:
+            # Ids may begin with blank space, which then has to end the template's own text.
+            lead = self._lead(form.messages[index].content, known[index])
+            if marked.count(mark) == 1 and place >= 0 and marked.endswith(lead, 0, place):
                 position = place
                 found.append(index)
             else:
@@ -193,22 +194,37 @@ class PromptBuilder:
         answers = [form.messages[index].content for index in found]
         if not found or _interleave(pieces, answers) != text:
             return None
-        return self._joined(text, pieces, [(form.messages[i].content, known[i]) for i in found])
+        return self._joined(pieces, [(form.messages[i].content, known[i]) for i in found])
 
     def _joined(
-        self, text: str, pieces: list[str], answers: list[tuple[str, tuple[int, ...]]]
+        self, pieces: list[str], answers: list[tuple[str, tuple[int, ...]]]
     ) -> tuple[int, ...] | None:
+        """Template text and answers in turn, or None where they cannot be encoded apart."""
         ids: list[int] = []
+        before: tuple[int, ...] = ()
         for piece, (answer, answer_ids) in zip(pieces, answers, strict=False):
-            # Ids may begin with a blank that belongs to the template's text before the answer.
-            lead = self._spell(answer_ids).removesuffix(answer)
-            ids += self._encode(piece.removesuffix(lead), param="messages")
+            own = piece.removesuffix(self._lead(answer, answer_ids))
+            if not self._extend(ids, before, own):
+                return None
             ids += answer_ids
-        ids += self._encode(pieces[-1], param="messages")
-        plain = self._encode(text, param="messages")
-        if self._tokenizer.decode(ids) != self._tokenizer.decode(plain):
-            return None
-        return tuple(ids)
+            before = answer_ids
+        return tuple(ids) if self._extend(ids, before, pieces[-1]) else None
+
+    def _extend(self, ids: list[int], before: tuple[int, ...], piece: str) -> bool:
+        """Append the ids of template text that follows an answer (or nothing).
+
+        False if encoding it alone adds a blank in front, as SentencePiece does; before a special
+        token there is none.
+        """
+        more = self._encode(piece, param="messages")
+        apart = (
+            not before
+            or not more
+            or self._tokenizer.is_special(more[0])
+            or self._tokenizer.decode((*before, *more)) == self._tokenizer.decode(before) + piece
+        )
+        ids += more
+        return apart
 
     def _remembered(self, messages: Messages) -> dict[int, tuple[int, ...]]:
         return {
@@ -219,8 +235,10 @@ class PromptBuilder:
             and (ids := self._provenance.recall(message.content)) is not None
         }
 
-    def _spell(self, ids: Sequence[int]) -> str:
-        return b"".join(map(self._tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+    def _lead(self, answer: str, ids: Sequence[int]) -> str:
+        """What the ids spell before the answer itself."""
+        spelled = b"".join(map(self._tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+        return spelled.removesuffix(answer)
 
     def _encode(
         self, text: str, *, param: str, add_special_tokens: bool = False

@@ -6,6 +6,7 @@ visible content only, never to the reasoning (streamed or not, since both read t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from itertools import chain
@@ -77,20 +78,24 @@ class TextStream:
 
     @property
     def content_ids(self) -> tuple[int, ...]:
-        """The generated ids that spell exactly :attr:`content_text`, end tokens left out.
+        """The generated ids that spell :attr:`content_text`, end tokens left out.
 
-        Empty when no run of ids does, as when a stop string cut a token in two. Costs time
-        linear in the answer: ask once, at the end.
+        Blank space that the splitter dropped may be part of the first id. Empty when no run of
+        ids fits, as when a stop string cut a token in two. Costs time linear in the answer: ask
+        once, at the end.
         """
         start, text = self._splitter.content_start, self.content_text
         if start is None or not text:
             return ()
-        first = next((i for i, end in enumerate(self._ends) if end > start), len(self._ids))
         last = len(self._ids)
         if self.stopped:
-            last = next(i for i, end in enumerate(self._ends) if end >= start + len(text)) + 1
-        ids = tuple(self._ids[first:last])
-        return ids if self._spell(ids) == text else ()
+            last = bisect_left(self._ends, start + len(text)) + 1
+        first = bisect_left([0, *self._ends], start)
+        for ids in (tuple(self._ids[first:last]), tuple(self._ids[max(first - 1, 0) : last])):
+            spelled = self._spell(ids)
+            if spelled == text or (start and spelled.lstrip() == text):
+                return ids
+        return ()
 
     def _spell(self, ids: tuple[int, ...]) -> str:
         detokenizer = open_detokenizer(self._tokenizer)
