@@ -1,0 +1,212 @@
+"""Sampling: the same filters as mlx-lm, and draws that do not depend on the company."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import sample_utils
+
+from mlx_troupe.runtime.engine.sampling import Draws, RowSampler, Sampler, mix
+from mlx_troupe.runtime.requests import Sampling
+
+VOCAB = tiny.VOCAB
+EXEMPT = frozenset({1, 7, 100_000})
+PROMPT = (3, 4, 5)
+
+pytestmark = pytest.mark.mlx
+
+
+def logits_of(seed: int, spread: float = 3.0) -> mx.array:
+    """[1, V] random logits."""
+    return mx.random.normal((1, VOCAB), key=mx.random.key(seed)) * spread
+
+
+def draw(rows: list[tuple[Sampling, mx.array, int]]) -> Draws:
+    """One draw for rows of (parameters, logits [1, V], position)."""
+    samplers = [RowSampler(sampling, PROMPT, VOCAB) for sampling, _, _ in rows]
+    inputs = mx.array([PROMPT[-1]] * len(rows), dtype=mx.uint32)
+    logits = mx.concatenate([x for _, x, _ in rows])
+    return Sampler(VOCAB, EXEMPT).draw(logits, samplers, [p for _, _, p in rows], inputs)
+
+
+def support(sampling: Sampling, logits: mx.array, draws: int = 400) -> set[int]:
+    """Every token that many positions draw."""
+    many = draw([(sampling, logits, position) for position in range(draws)])
+    return set(many.tokens.tolist())
+
+
+def allowed(logprobs: mx.array) -> set[int]:
+    """Tokens that a filter of mlx-lm left."""
+    return set(np.flatnonzero(np.isfinite(np.array(logprobs[0]))).tolist())
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 50, VOCAB, 10 * VOCAB]),
+    min_p=st.sampled_from([0.0, 0.05, 0.3]),
+    xtc_probability=st.sampled_from([0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(-(2**63), 2**64),
+    logit_bias=st.sampled_from([(), ((3, 2.0), (90, -100.0))]),
+    repetition_penalty=st.sampled_from([0.0, 1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+)
+
+
+@given(st.lists(st.tuples(samplings, st.integers(0, 5), st.integers(1, 9)), min_size=2, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_a_draw_is_the_same_alone_and_in_any_batch(rows: list[tuple[Sampling, int, int]]) -> None:
+    """Composition and order of the batch change nothing, whatever the parameters."""
+    full = [(sampling, logits_of(seed), position) for sampling, seed, position in rows]
+    together = draw(full).tokens.tolist()
+    assert draw(full[::-1]).tokens.tolist() == together[::-1]
+    assert [draw([row]).tokens.tolist()[0] for row in full] == together
+
+
+def test_seed_and_position_decide_the_draw() -> None:
+    """Other seeds and other positions draw other tokens from the same logits."""
+    flat = mx.zeros((1, VOCAB))
+    warm = Sampling(temperature=1.0, seed=3)
+    by_position = draw([(warm, flat, p) for p in range(64)]).tokens.tolist()
+    by_seed = draw([(dataclasses.replace(warm, seed=s), flat, 0) for s in range(64)]).tokens
+    assert len(set(by_position)) > 30
+    assert len(set(by_seed.tolist())) > 30
+    assert len({mix(s) for s in range(-1000, 1000)}) == 2000
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    """Gumbel-max draws have the softmax's frequencies, at the row's temperature."""
+    logits = mx.array([[math.log(p) for p in (0.5, 0.3, 0.15, 0.05)] + [-1e9] * (VOCAB - 4)])
+    for temperature in (1.0, 0.5):
+        drawn = draw([(Sampling(temperature=temperature), logits, p) for p in range(4000)])
+        counts = np.bincount(np.array(drawn.tokens), minlength=VOCAB)[:4] / 4000
+        weights = np.array([0.5, 0.3, 0.15, 0.05]) ** (1 / temperature)
+        assert np.abs(counts - weights / weights.sum()).max() < 0.03
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_filters_keep_what_mlx_lm_keeps(seed: int) -> None:
+    """top-p, min-p and top-k, alone and chained, never draw what mlx-lm's filters remove."""
+    logits = logits_of(seed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    base = Sampling(temperature=2.5)
+    nucleus = sample_utils.apply_top_p(logprobs, 0.8)
+    likely = sample_utils.apply_min_p(nucleus, 0.05)
+    cases = {
+        dataclasses.replace(base, top_p=0.8): nucleus,
+        dataclasses.replace(base, min_p=0.05): sample_utils.apply_min_p(logprobs, 0.05),
+        dataclasses.replace(base, top_k=5): sample_utils.apply_top_k(logprobs, 5),
+        dataclasses.replace(base, top_p=0.8, min_p=0.05): likely,
+        dataclasses.replace(base, top_p=0.8, min_p=0.05, top_k=3): sample_utils.apply_top_k(
+            likely, 3
+        ),
+    }
+    for sampling, filtered in cases.items():
+        drawn, wanted = support(sampling, logits), allowed(filtered)
+        assert drawn <= wanted
+        assert len(drawn) >= min(3, len(wanted))
+
+
+def test_xtc_keeps_the_least_likely_of_the_top_and_spares_special_tokens() -> None:
+    """Of the tokens above the threshold only the last stays, apart from the exempt ones."""
+    probabilities = [0.0] * VOCAB
+    probabilities[7], probabilities[10], probabilities[11], probabilities[12] = 0.3, 0.3, 0.2, 0.15
+    probabilities[13] = 0.05
+    logits = mx.log(mx.array([probabilities]))
+    always = Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.1)
+    assert support(always, logits) == {7, 12, 13}
+    assert support(dataclasses.replace(always, top_k=2), logits) == {7, 12}
+    assert support(dataclasses.replace(always, xtc_probability=0.0), logits) == {7, 10, 11, 12, 13}
+    half = dataclasses.replace(always, xtc_probability=0.5)
+    drawn = draw([(half, logits, p) for p in range(400)]).tokens.tolist()
+    assert 20 < sum(token == 10 for token in drawn) < 100
+
+
+def test_top_k_beyond_the_vocabulary_is_off_and_ties_are_cut_exactly() -> None:
+    """k ≥ V equals no k; of equal logits exactly k are kept, the lowest ids, so k=1 is argmax."""
+    logits = logits_of(1)
+    warm = Sampling(temperature=1.0, seed=5)
+    plain = draw([(warm, logits, p) for p in range(50)]).tokens.tolist()
+    huge = dataclasses.replace(warm, top_k=VOCAB)
+    assert draw([(huge, logits, p) for p in range(50)]).tokens.tolist() == plain
+    flat = mx.zeros((1, VOCAB))
+    assert support(dataclasses.replace(warm, top_k=3), flat) == {0, 1, 2}
+    tied = mx.where(mx.arange(VOCAB) == 40, 0.0, flat)
+    one = dataclasses.replace(warm, top_k=1, temperature=2.0)
+    assert support(one, tied) == {int(mx.argmax(tied).item())}
+
+
+def test_a_tiny_temperature_is_argmax() -> None:
+    """No temperature, however small, makes a row overflow."""
+    logits = logits_of(2, spread=40.0)
+    best = int(mx.argmax(logits).item())
+    for temperature in (0.0, 1e-38, 1e-12, 1e-5, 1e-3):
+        drawn = draw([(Sampling(temperature=temperature), logits, 3)])
+        assert drawn.tokens.tolist() == drawn.reported.tolist() == [best]
+
+
+@pytest.mark.parametrize("bad", [mx.nan, mx.inf])
+def test_a_row_that_is_not_finite_is_reported_and_the_others_are_not(bad: float) -> None:
+    """The id is -1 in the report, valid as an input, and its neighbours draw as ever."""
+    good, warm = Sampling(), Sampling(temperature=1.0, top_p=0.9, top_k=8, seed=4)
+    broken = mx.where(mx.arange(VOCAB) == 9, bad, logits_of(3))
+    alone = draw([(good, logits_of(1), 2), (warm, logits_of(2), 2)])
+    mixed = [(good, logits_of(1), 2), (warm, broken, 2), (warm, logits_of(2), 2), (good, broken, 2)]
+    drawn = draw(mixed)
+    assert drawn.reported.tolist()[0::2] == alone.reported.tolist()
+    assert drawn.reported.tolist()[1::2] == [-1, -1]
+    assert all(0 <= token < VOCAB for token in drawn.tokens.tolist())
+    banned = Sampling(logit_bias=((9, -math.inf),))
+    assert draw([(banned, logits_of(1), 2)]).reported.tolist()[0] >= 0
+
+
+def test_penalties_follow_mlx_lm_over_a_sliding_history() -> None:
+    """Twelve tokens in a row: processed logits equal mlx-lm's with the whole history."""
+    sampling = Sampling(
+        repetition_penalty=1.4,
+        repetition_context_size=3,
+        presence_penalty=-0.3,
+        presence_context_size=5,
+        frequency_penalty=0.25,
+        frequency_context_size=4,
+    )
+    theirs = sample_utils.make_logits_processors(None, 1.4, 3, -0.3, 5, 0.25, 4)
+    row = RowSampler(sampling, PROMPT, VOCAB)
+    history = list(PROMPT[:-1])
+    for step, token in enumerate([PROMPT[-1], 9, 9, 4, 9, 2, 2, 3, 120, 9, 4, 4]):
+        history.append(token)
+        logits = logits_of(step)
+        wanted: Any = logits[...]
+        for processor in theirs:
+            wanted = processor(mx.array(history, dtype=mx.uint32), wanted)
+        got = row.process(mx.array([token], dtype=mx.uint32), logits[...])
+        assert mx.array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"min_p": 1.5},
+        {"xtc_threshold": 0.6},
+        {"xtc_probability": -1.0},
+        {"repetition_penalty": -2.0},
+        {"logit_bias": ((VOCAB, 1.0),)},
+        {"logit_bias": ((-1, 1.0),)},
+    ],
+)
+def test_parameters_out_of_range_are_refused(changes: dict[str, Any]) -> None:
+    """A row with impossible parameters never starts."""
+    with pytest.raises(ValueError, match=r"is .* outside|logit_bias"):
+        RowSampler(dataclasses.replace(Sampling(), **changes), PROMPT, VOCAB)
