@@ -205,7 +205,9 @@ def test_faults_of_ours_keep_their_traceback() -> None:
     assert plain_error(ExceptionGroup("", [ExceptionGroup("", [told])])) == "told"
     assert plain_error(ExceptionGroup("", [told, ValueError("bug")])) is None
     assert plain_error(KeyError("bug")) is None
-    assert "mlx-troupe[cpu]" in str(plain_error(ImportError("no libmlx", name="mlx.core")))
+    assert "mlx-troupe[cpu]" in str(plain_error(ImportError("libmlx.so: cannot open", name="core")))
+    assert "mlx-troupe[cpu]" in str(plain_error(ModuleNotFoundError("none", name="mlx_lm.utils")))
+    assert plain_error(ImportError("bug", name="core")) is None
     assert plain_error(FileNotFoundError(2, "No such file", "x.gguf")) == "No such file (x.gguf)"
 
 

@@ -35,10 +35,14 @@ def _message(error: BaseException) -> str | None:
         case OSError():
             named = f" ({error.filename})" if error.filename else ""
             return f"{error.strerror or error}{named}"
-        case ImportError(name=str(name)) if name.split(".")[0] in {"mlx", "mlx_lm"}:
+        case ImportError() if "libmlx" in str(error) or _top(error.name) in {"mlx", "mlx_lm"}:
             return f"MLX cannot be loaded on this machine: {error}\n{INSTALL_ADVICE}"
         case _:
             return None
+
+
+def _top(module: str | None) -> str:
+    return (module or "").partition(".")[0]
 
 
 INSTALL_ADVICE = (
