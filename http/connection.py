@@ -42,12 +42,16 @@ def request_stack() -> AsyncExitStack:
 def with_deadline(send: ASGISendCallable, seconds: float) -> ASGISendCallable:
     """``send`` that raises ClientStalledError when one message takes longer than ``seconds``.
 
-    This covers HTTP/2 flow control. A stalled TCP write is shielded by hypercorn and is ended by
-    the transport itself (``http/transport.py``).
+    This covers HTTP/2 flow control, which hypercorn waits for at the end of a body. A stalled TCP
+    write is shielded by hypercorn and is ended by the transport itself (``http/transport.py``).
+
+    The last message is shielded: while it is sent, hypercorn reports the end of the request as a
+    disconnect, and being cancelled there would leave an HTTP/1.0 connection open.
     """
 
     async def send_within(message: ASGISendEvent) -> None:
-        with trio.move_on_after(seconds) as scope:
+        is_last = message["type"] == "http.response.body" and not message.get("more_body")
+        with trio.move_on_after(seconds, shield=is_last) as scope:
             await send(message)
         if scope.cancelled_caught:
             raise ClientStalledError

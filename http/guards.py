@@ -136,7 +136,7 @@ def _preflight(incoming: Request, settings: HttpSettings) -> Response | None:
     methods = _methods_of(incoming)
     if not methods:
         return None
-    response = Response(status=204)
+    response = Response(b"", 204)
     response.headers["Access-Control-Allow-Methods"] = ", ".join(methods)
     wanted = incoming.headers.get("Access-Control-Request-Headers")
     if wanted:

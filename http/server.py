@@ -154,8 +154,14 @@ class _Server:
             stream.abort()
 
     async def _stop_at_once(self) -> None:
-        await self._stop.now.wait()
-        self._cut_all()
+        """Cut everything when told to, and also when the whole server is cancelled.
+
+        hypercorn shields its writes, so cancellation alone would wait for stalled clients.
+        """
+        try:
+            await self._stop.now.wait()
+        finally:
+            self._cut_all()
 
     async def _stop_after(self, seconds: float) -> None:
         await trio.sleep(seconds)

@@ -1,0 +1,517 @@
+"""What a request body may say: ranges, nulls, unsupported features, messages, prompts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_troupe.http.app import create_app
+from mlx_troupe.http.testing import MODEL, ScriptedRuntime, said, thought
+from mlx_troupe.http.wire.chat import chat_call
+from mlx_troupe.http.wire.completions import completion_call
+from mlx_troupe.http.wire.params import Call
+from mlx_troupe.http.wire.parsing import parse_json
+from mlx_troupe.runtime.errors import InvalidRequest, RequestError, Unsupported
+from mlx_troupe.runtime.requests import (
+    ChatPrompt,
+    Message,
+    SamplingRequest,
+    TextPrompt,
+    TokenPrompt,
+)
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> Call:
+    """A parsed chat call with these fields."""
+    return chat_call({"messages": [USER], **fields}, MODEL)
+
+
+def completion(**fields: Any) -> Call:
+    """A parsed text completion with these fields."""
+    return completion_call({"prompt": "hi", **fields}, MODEL)
+
+
+def raw_chat(fields: str) -> Call:
+    """A parsed chat call whose further fields are raw JSON."""
+    body = f'{{"messages":[{{"role":"user","content":"hi"}}],{fields}}}'
+    return chat_call(parse_json(body.encode()), MODEL)
+
+
+def messages(*wire: Any) -> tuple[Message, ...]:
+    """The messages that a body's messages become."""
+    prompt = chat_call({"messages": list(wire)}, MODEL).request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt.messages
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+BAD_NUMBERS = ("NaN", "Infinity", "-Infinity", '"NaN"', '"1"', "true", "[]", "{}", "1e400", "99")
+
+
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_bad_numbers_name_their_field(name: str, value: str) -> None:
+    """NaN, infinities, text, booleans and far values are refused by name."""
+    with pytest.raises(InvalidRequest) as caught:
+        raw_chat(f'"{name}":{value}')
+    assert caught.value.param == name
+    assert name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"temperature":-1',
+        '"temperature":5.1',
+        '"top_p":2.0',
+        '"top_p":-0.5',
+        '"min_p":1.01',
+        '"top_k":-2',
+        '"top_k":1.5',
+        '"top_k":true',
+        '"repetition_penalty":0',
+        '"repetition_penalty":-1',
+        '"repetition_penalty":NaN',
+        '"repetition_context_size":-1',
+        '"presence_penalty":2.1',
+        '"frequency_penalty":-2.1',
+        '"xtc_threshold":0.6',
+        '"max_tokens":0',
+        '"max_tokens":-1',
+        '"max_tokens":"10"',
+        '"max_tokens":10.0',
+        '"max_tokens":true',
+        '"max_completion_tokens":0',
+        '"seed":1.5',
+        '"seed":"7"',
+        '"seed":18446744073709551616',
+        '"n":0',
+        '"n":-1',
+        '"n":true',
+        '"n":"2"',
+        '"stop":1',
+        '"stop":[1,2]',
+        '"stop":[""]',
+        '"stop":""',
+        '"stop":{}',
+        f'"stop":{json.dumps(["x"] * 17)}',
+        '"stop_token_ids":["a"]',
+        '"stop_token_ids":[-1]',
+        '"stop_token_ids":[100]',
+        '"stream":1',
+        '"stream":"true"',
+        '"stream_options":[]',
+        '"stream_options":true',
+        '"model":7',
+        f'"model":"{"m" * 513}"',
+        '"logit_bias":[]',
+        '"logit_bias":"x"',
+        '"logit_bias":{"a":1}',
+        '"logit_bias":{"-1":1}',
+        '"logit_bias":{"1":"x"}',
+        '"logit_bias":{"1":null}',
+        '"logit_bias":{"1":true}',
+        '"logit_bias":{"1":NaN}',
+        '"logit_bias":{"1":101}',
+        '"logit_bias":{"100":1}',
+        '"logit_bias":{"99999999":5}',
+        '"reasoning_effort":"extreme"',
+        '"reasoning_effort":3',
+        '"chat_template_kwargs":[]',
+        '"chat_template_kwargs":"x"',
+        '"session_id":5',
+        '"prompt_cache_key":{}',
+    ],
+)
+def test_invalid_values_name_their_field(fields: str) -> None:
+    """Each invalid value is refused and the error's ``param`` begins with the field."""
+    with pytest.raises(InvalidRequest) as caught:
+        raw_chat(fields)
+    name = fields.split('"')[1]
+    assert (caught.value.param or "").split(".")[0].split("[")[0] == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "nonsense"}}, "response_format"),
+        ({"response_format": "text"}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_grammar": "x"}, "guided_grammar"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"adapter": "x"}, "adapter"),
+        ({"adapters": "/no/such"}, "adapters"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"chat_template_kwargs": {"tools": [1]}}, "chat_template_kwargs"),
+    ],
+)
+def test_unsupported_features_are_refused_by_name(fields: dict[str, Any], name: str) -> None:
+    """What later versions may do is a 400 now, never dropped."""
+    with pytest.raises(Unsupported) as caught:
+        chat(**fields)
+    assert caught.value.param == name
+    assert name in caught.value.message
+    assert caught.value.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tools": None, "tool_choice": None},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"response_format": {"type": "text"}},
+        {"logprobs": False, "top_logprobs": None},
+        {"top_logprobs": 0},
+        {"n": 1, "best_of": 1},
+        {"echo": False, "suffix": None},
+        {"modalities": ["text"]},
+        {"user": "u", "store": True, "metadata": {"a": 1}, "parallel_tool_calls": True},
+        {"brand_new_field": {"x": 1}},
+        {"session_id": "s", "prompt_cache_key": "k"},
+        {"stream_options": {}},
+        {"stop": []},
+    ],
+)
+def test_neutral_values_and_unknown_fields_are_fine(fields: dict[str, Any]) -> None:
+    """Fields that ask for nothing, and fields that nobody knows, change nothing."""
+    assert chat(**fields) == chat()
+
+
+def test_null_is_absent() -> None:
+    """Every known field may be null."""
+    names = [n for n in chat_fields() if n != "messages"]
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+def chat_fields() -> tuple[str, ...]:
+    """Names of all fields of a chat request."""
+    from mlx_troupe.http.wire.chat import ChatRequest
+
+    return ChatRequest.__struct_fields__
+
+
+def test_limits_and_sampling_are_passed_on() -> None:
+    """Every parameter reaches the runtime as sent."""
+    call = raw_chat(
+        '"temperature":1,"top_p":0.9,"top_k":100000,"min_p":0.1,"seed":-5,"max_tokens":1e9,'
+        '"logit_bias":{"7":-100,"3":2.5},"stop":["b","a","b"],"stop_token_ids":[5],'
+        '"presence_penalty":-2,"frequency_penalty":2,"repetition_penalty":1.1,'
+        '"repetition_context_size":0,"xtc_probability":0.5,"xtc_threshold":0.2,"stream":true,'
+        '"stream_options":{"include_usage":true}'
+    )
+    assert call.stream
+    assert call.include_usage
+    assert call.request.max_tokens == 10**9
+    assert call.request.stop == ("b", "a")
+    assert call.request.stop_token_ids == (5,)
+    assert call.request.sampling == SamplingRequest(
+        temperature=1.0,
+        top_p=0.9,
+        top_k=100000,
+        min_p=0.1,
+        seed=-5,
+        logit_bias=((3, 2.5), (7, -100.0)),
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=1.1,
+        repetition_context_size=0,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+    )
+
+
+def test_off_and_winner_rules() -> None:
+    """top_k -1 is off, a bare stop string is a list of one, max_completion_tokens wins."""
+    assert chat(top_k=-1).request.sampling.top_k == 0
+    assert chat(stop="x").request.stop == ("x",)
+    assert chat(max_tokens=9, max_completion_tokens=5).request.max_tokens == 5
+    assert chat(max_completion_tokens=5).request.max_tokens == 5
+
+
+def test_bias_error_text() -> None:
+    """A bias that is no mapping of ids is refused in the words that clients know."""
+    with pytest.raises(InvalidRequest, match=r"^logit_bias must be a dict of int to float$"):
+        chat(logit_bias={"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("effort", "explicit", "expected"),
+    [
+        (None, None, {}),
+        ("none", None, {"enable_thinking": False}),
+        ("low", None, {"enable_thinking": True, "reasoning_effort": "low"}),
+        (
+            "xhigh",
+            {"enable_thinking": False},
+            {"enable_thinking": False, "reasoning_effort": "xhigh"},
+        ),
+        (None, {"a": {"b": 1}}, {"a": {"b": 1}}),
+    ],
+)
+def test_reasoning_effort(effort: Any, explicit: Any, expected: dict[str, Any]) -> None:
+    """Effort becomes template arguments; the client's own win."""
+    prompt = chat(reasoning_effort=effort, chat_template_kwargs=explicit).request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == expected
+
+
+def test_bad_effort_lists_the_six() -> None:
+    """The error names all six levels."""
+    with pytest.raises(InvalidRequest, match="none, minimal, low, medium, high, xhigh"):
+        chat(reasoning_effort="max")
+
+
+@pytest.mark.parametrize("wire", [[], None, "x", [{}], [{"content": "hi"}], [1], {}, [None]])
+def test_no_messages(wire: Any) -> None:
+    """Nothing that is a list of messages with roles: refused under the field's name."""
+    with pytest.raises(InvalidRequest) as caught:
+        chat_call({"messages": wire}, MODEL)
+    assert (caught.value.param or "").startswith("messages")
+
+
+def test_missing_messages() -> None:
+    """A body without messages says so."""
+    with pytest.raises(InvalidRequest, match="messages required"):
+        chat_call({}, MODEL)
+
+
+def test_parts_are_joined_in_order() -> None:
+    """Text parts of every role are joined with nothing between."""
+    parts = [{"type": "text", "text": "My name is Ada."}, {"type": "text", "text": " Hi."}]
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        assert messages({"role": role, "content": parts})[0].content == "My name is Ada. Hi."
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
+def test_tool_call_turns(content: dict[str, Any]) -> None:
+    """All four forms of an empty assistant turn are one; calls and results ride along."""
+    call = {
+        "type": "function",
+        "id": "c1",
+        "function": {"name": "add", "arguments": '{"a":2,"b":3}'},
+    }
+    turns = messages(
+        USER,
+        {"role": "assistant", "tool_calls": [call], **content},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+    )
+    assert turns[1] == Message("assistant", "", {"tool_calls": [call]})
+    assert turns[2] == Message("tool", "5", {"tool_call_id": "c1"})
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "image_url"),
+        ({"role": "user", "content": [{"type": "input_audio", "x": 1}]}, "input_audio"),
+        ({"role": "user", "content": [{"type": "bogus"}]}, "bogus"),
+        ({"role": "user", "content": [{"text": "x"}]}, "without a type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "without text"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "text"),
+        ({"role": "user", "content": ["x"]}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user"}, "content"),
+        ({"role": "tool", "content": None}, "content"),
+        ({"role": "wizard", "content": "x"}, "wizard"),
+        ({"role": 5, "content": "x"}, "role"),
+        ({"role": "assistant", "tool_calls": [{}]}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "x"}}]}, "name"),
+        ({"role": "assistant", "tool_calls": "x"}, "tool_calls"),
+    ],
+)
+def test_bad_messages_are_named_shortly(message: dict[str, Any], named: str) -> None:
+    """The error names the message and the part, and repeats no payload."""
+    padded = json.loads(json.dumps(message).replace("{}", json.dumps({"url": "A" * 9000})))
+    with pytest.raises(InvalidRequest) as caught:
+        messages(USER, padded)
+    assert named in caught.value.message
+    assert (caught.value.param or "").startswith("messages[1]")
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        r'{"messages":[{"role":"user","content":"a\ud800b"}]}',
+        r'{"messages":[{"role":"user","content":[{"type":"text","text":"\udc00"}]}]}',
+        r'{"messages":[{"role":"user","content":"x","name":"\ud800"}]}',
+        r'{"messages":[{"role":"user","content":"x"}],"stop":["\ud83d"]}',
+        r'{"messages":[{"role":"user","content":"x"}],"model":"\ud83d x"}',
+        r'{"messages":[{"role":"user","content":"x"}],"\ud800":1}',
+        r'{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"\ud800":1}}',
+    ],
+)
+def test_lone_surrogates_are_refused(body: str) -> None:
+    """Text that no tokenizer can take is a 400, wherever it stands."""
+    with pytest.raises(InvalidRequest):
+        chat_call(parse_json(body.encode()), MODEL)
+
+
+def test_surrogate_pairs_and_nul_are_text() -> None:
+    """An escaped emoji and an escaped NUL are ordinary characters."""
+    body = rb'{"messages":[{"role":"user","content":"\ud83d\ude00\u0000"}]}'
+    prompt = chat_call(parse_json(body), MODEL).request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[0].content == "\U0001f600\0"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", TextPrompt("hi")),
+        ([1, 2, 99], TokenPrompt((1, 2, 99))),
+        ([[1, 2]], TokenPrompt((1, 2))),
+    ],
+)
+def test_prompts(prompt: Any, expected: Any) -> None:
+    """A string, ids, or one list of ids."""
+    assert completion(prompt=prompt).request.prompt == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, {}, [], [[]], ["a"], ["a", "b"], [[1], [2]], [1, "a"], [True], [-1], [100]]
+)
+def test_bad_prompts(prompt: Any) -> None:
+    """Anything else is refused under its name, ids out of the vocabulary included."""
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+def test_completion_logprobs_are_refused() -> None:
+    """``logprobs: 0`` asks for the chosen token's figure, so it is refused like any other."""
+    for value in (0, 10, -1):
+        with pytest.raises(Unsupported):
+            completion(logprobs=value)
+
+
+TEXT = st.text(st.sampled_from("a1-.\ud800\u00e9"), max_size=3)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = st.dictionaries(st.sampled_from([*chat_fields(), "prompt", "tools", "logprobs"]), JSON)
+
+
+@given(FIELDS)
+def test_any_body_is_parsed_or_refused(body: dict[str, Any]) -> None:
+    """Whatever JSON comes, the outcome is a call or a RequestError, never another exception."""
+    text = json.dumps(body).encode()
+    for parse in (chat_call, completion_call):
+        try:
+            call = parse(parse_json(text), MODEL)
+        except RequestError:
+            continue
+        assert isinstance(call, Call)
+
+
+async def test_poison_leaves_good_requests_alone() -> None:
+    """The bodies that killed other servers, one after the other: each its own answer."""
+    runtime = ScriptedRuntime(said("fine"))
+    client = create_app(runtime).test_client()
+    base = {"messages": [USER]}
+    poison: list[tuple[dict[str, Any], int]] = [
+        ({"logit_bias": {"99999999": 5}}, 400),
+        ({"top_k": 100000, "temperature": 1}, 200),
+        ({"stop": [1, 2]}, 400),
+        ({"temperature": None}, 200),
+        ({"stream_options": {}}, 200),
+        ({"stream_options": {}, "stream": True}, 200),
+        ({"temperature": float("nan")}, 400),
+        ({"n": 3}, 400),
+        ({"response_format": {"type": "json_schema"}}, 400),
+    ]
+    for fields, status in poison:
+        reply = await client.post(
+            "/v1/chat/completions",
+            data=json.dumps({**base, **fields}),
+            headers={"Content-Type": "application/json", "Host": "localhost"},
+        )
+        assert reply.status_code == status, fields
+        good = await client.post("/v1/chat/completions", json=base)
+        assert (await good.get_json())["choices"][0]["message"]["content"] == "fine"
+    assert runtime.active == 0
+
+
+async def test_chat_answer() -> None:
+    """A whole answer: message, reasoning by both names, reason, usage, the true id."""
+    runtime = ScriptedRuntime((thought("h"), thought("m"), *said("Hel", "lo")))
+    client = create_app(runtime).test_client()
+    reply = await client.post(
+        "/v1/chat/completions", json={"messages": [USER], "model": "no-such-model"}
+    )
+    answer = await reply.get_json()
+    assert reply.status_code == 200
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "object": "chat.completion",
+        "model": "org/tiny-model",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "Hello",
+                    "reasoning": "hm",
+                    "reasoning_content": "hm",
+                },
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 3,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "lane": "batched",
+        },
+    }
+
+
+async def test_completion_answer() -> None:
+    """A whole text completion."""
+    client = create_app(ScriptedRuntime(said("Hel", "lo"))).test_client()
+    answer = await (await client.post("/v1/completions", json={"prompt": "x"})).get_json()
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": "Hello", "finish_reason": "stop", "logprobs": None}
+    ]
+    assert answer["usage"]["lane"] == "batched"
+    assert "reasoning" not in answer["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "model", ["test", "../../etc", "/abs/path", "a/b/c", "", None, "org/tiny-model"]
+)
+async def test_model_names_are_aliases(model: str | None) -> None:
+    """Any short name is answered by the loaded model, under its true id."""
+    client = create_app(ScriptedRuntime()).test_client()
+    reply = await client.post("/v1/completions", json={"prompt": "x", "model": model})
+    assert (await reply.get_json())["model"] == "org/tiny-model"
