@@ -92,6 +92,7 @@ class ScriptedDevice:
         self.poisoned: set[RowId] = set()
         self._under_way: deque[StepDone] = deque()
         self._seen: set[RowId] = set()
+        self._failed: set[RowId] = set()
 
     def open(self) -> ModelInfo:
         """Always succeeds, unless ``fail_next`` is set."""
@@ -108,12 +109,12 @@ class ScriptedDevice:
         failed: list[RowFailed] = []
         kept = tuple(self._keep(keep.row, keep.length, keep.snapshot) for keep in plan.keep)
         for start in plan.start:
-            self._start(start)
+            self._start(start, failed)
         for row in plan.end:
-            if self.rows.pop(row, None) is None and row not in self.poisoned:
+            if self.rows.pop(row, None) is None and row not in self._failed:
                 raise ContractBroken(f"row {row} ended and is not there")
         for part in plan.prefill:
-            self._prefill(part.row, part.count)
+            self._prefill(part.row, part.count, failed)
         sampled: list[Sampled] = []
         for row in plan.decode:
             self._decode(row, sampled, failed)
@@ -170,9 +171,11 @@ class ScriptedDevice:
     def _keep(
         self, row_id: RowId, length: int, snapshot: SnapshotId
     ) -> SnapshotMade | SnapshotSkipped:
+        if row_id in self._failed:
+            return SnapshotSkipped(snapshot, "no such row")
         row = self.rows.get(row_id)
         if row is None:
-            return SnapshotSkipped(snapshot, "no such row")
+            raise ContractBroken(f"row {row_id} is kept and is not there")
         if length > len(row.state):
             raise ContractBroken(f"row {row_id} has {len(row.state)} tokens, not {length}")
         if length < len(row.state) - 1 and not self.model.can_trim(len(row.state)):
@@ -180,7 +183,7 @@ class ScriptedDevice:
         self.snapshots[snapshot] = row.state[:length]
         return SnapshotMade(snapshot, length, length)
 
-    def _start(self, start: StartRow) -> None:
+    def _start(self, start: StartRow, failed: list[RowFailed]) -> None:
         if start.row in self._seen:
             raise ContractBroken(f"row id {start.row} was used before")
         self._seen.add(start.row)
@@ -188,8 +191,16 @@ class ScriptedDevice:
             case Cold():
                 state: tuple[int, ...] = ()
             case FromSnapshot(snapshot, length):
+                if snapshot not in self.snapshots:
+                    raise ContractBroken(f"snapshot {snapshot} is not there")
                 state = self._cut(self.snapshots[snapshot], length)
             case FromRow(donor, length):
+                if donor in self._failed:
+                    # Planned before the donor's failure was known.
+                    self._fail(start.row, "the row that it starts from is gone", failed)
+                    return
+                if donor not in self.rows:
+                    raise ContractBroken(f"row {donor} is not there to start from")
                 state = self._cut(self.rows[donor].state, length)
         if state != start.ids[: len(state)] or len(state) >= len(start.ids):
             raise ContractBroken(f"row {start.row} starts from a state that is not its prefix")
@@ -202,7 +213,15 @@ class ScriptedDevice:
             raise ContractBroken("a source that cannot be cut was cut")
         return state[:length]
 
-    def _prefill(self, row_id: RowId, count: int) -> None:
+    def _fail(self, row_id: RowId, reason: str, failed: list[RowFailed]) -> None:
+        self.rows.pop(row_id, None)
+        self._failed.add(row_id)
+        failed.append(RowFailed(row_id, reason))
+
+    def _prefill(self, row_id: RowId, count: int, failed: list[RowFailed]) -> None:
+        if row_id in self._failed:
+            self._fail(row_id, "no such row", failed)
+            return
         row = self.rows[row_id]
         end = len(row.state) + count
         if count < 1 or end >= len(row.prompt):
@@ -210,15 +229,16 @@ class ScriptedDevice:
         row.state = row.prompt[:end]
 
     def _decode(self, row_id: RowId, sampled: list[Sampled], failed: list[RowFailed]) -> None:
+        if row_id in self._failed:
+            self._fail(row_id, "no such row", failed)
+            return
         row = self.rows.get(row_id)
         if row is None:
-            failed.append(RowFailed(row_id, "no such row"))
-            return
+            raise ContractBroken(f"row {row_id} decodes and is not there")
         if len(row.state) != len(row.ids) - 1:
             raise ContractBroken(f"row {row_id} decodes before its prompt is processed")
         if row_id in self.poisoned:
-            del self.rows[row_id]
-            failed.append(RowFailed(row_id, "poisoned"))
+            self._fail(row_id, "poisoned", failed)
             return
         token = self.script(row.ids)
         row.state = row.ids

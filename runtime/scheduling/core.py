@@ -260,19 +260,28 @@ class SchedulerCore:
 
     def _sampled(self, row_id: RowId, token: int) -> Iterator[Effect]:
         row = self._rows.get(row_id)
-        if row is None or row.phase is not Phase.DECODE:
+        if row is None:
             return
         row.in_flight -= 1
+        if row.phase is Phase.ENDING:
+            # Nobody hears it, but it is in the state that is about to be kept: a state that is
+            # further than one token ahead of its known ids could not always be cut back.
+            if row.cancelled and not self._is_end(row, row.generated[-1:]):
+                row.generated.append(token)
+            return
         row.generated.append(token)
         self._generated += 1
         yield TokenMade(row_id, token)
-        assert self.model is not None
-        if token in self.model.eos_ids or token in row.spec.stop_ids:
+        if self._is_end(row, [token]):
             row.move(Phase.ENDING)
             yield RowEnded(row_id, FinishReason.STOP)
         elif len(row.generated) >= row.spec.limit:
             row.move(Phase.ENDING)
             yield RowEnded(row_id, FinishReason.LENGTH)
+
+    def _is_end(self, row: Row, tokens: list[int]) -> bool:
+        assert self.model is not None
+        return any(t in self.model.eos_ids or t in row.spec.stop_ids for t in tokens)
 
     def _row_failed(self, failed: RowFailed) -> Iterator[Effect]:
         row = self._rows.pop(failed.row, None)
@@ -306,7 +315,8 @@ class SchedulerCore:
         for row in self._rows.values():
             assert 0 <= row.in_flight <= PIPELINE, "a row is in more steps than there are"
             assert len(row.generated) <= row.spec.limit, "a row passed its limit"
-            assert row.launched_tokens <= row.spec.limit + 1, "a row was planned past its limit"
+            assert row.launched_tokens <= row.spec.limit, "a row was planned past its limit"
+            assert row.phase is Phase.ENDING or not row.cancelled, "a cancelled row goes on"
 
 
 def _lease_back(row: Row) -> tuple[ReturnLease, ...]:

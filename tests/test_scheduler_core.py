@@ -1,0 +1,578 @@
+"""The scheduler's core on the scripted device: any order of events, and each promise by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+from core_rig import PLAIN, RECURRENT, ROTATING, Rig
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mlx_troupe.runtime.device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, StepPlan
+from mlx_troupe.runtime.requests import FinishReason
+from mlx_troupe.runtime.scheduling.chunks import MAX_CHUNK, MIN_CHUNK, ChunkSizer
+from mlx_troupe.runtime.scheduling.effects import RowBroken, RowEnded, Started
+
+BASES = tuple(
+    tuple(1 + i * k % 5 for i in range(n)) for n, k in ((0, 1), (20, 2), (70, 3), (300, 7))
+)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: rows say what they would alone, and nothing leaks."""
+
+    model: ClassVar[ModelInfo] = PLAIN
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(self.model, batch=3, queue=3, budget=2_000)
+        self.rows: list[RowId] = []
+
+    @rule(
+        base=st.sampled_from(BASES),
+        rest=st.lists(st.integers(1, 3), min_size=1, max_size=40),
+        limit=st.integers(1, 6),
+        stop_ids=st.sets(st.integers(1, 12), max_size=2),
+    )
+    def submit(
+        self, base: tuple[int, ...], rest: list[int], limit: int, stop_ids: set[int]
+    ) -> None:
+        row = self.rig.submit((*base, *rest), limit, frozenset(stop_ids))
+        if row is not None:
+            self.rows.append(row)
+        self.rig.plan()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        self.rig.cancel(data.draw(st.sampled_from(self.rows)))
+        self.rig.plan()
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def poison(self) -> None:
+        self.rig.device.poisoned.add(self.rows[-1])
+
+    @precondition(lambda self: self.rig.lookups)
+    @rule(miss=st.booleans())
+    def answer(self, miss: bool) -> None:
+        self.rig.answer(miss=miss)
+        self.rig.plan()
+
+    @precondition(lambda self: self.rig.core.in_flight)
+    @rule(again=st.booleans())
+    def settle(self, again: bool) -> None:
+        self.rig.settle()
+        if again and self.rig.core.in_flight:
+            self.rig.settle()
+        self.rig.plan()
+
+    @precondition(lambda self: self.rig.core.model is not None)
+    @rule()
+    def lose_device(self) -> None:
+        self.rig.lose_device()
+
+    @precondition(lambda self: self.rig.core.model is None)
+    @rule()
+    def ready(self) -> None:
+        self.rig.perform(self.rig.core.ready(self.model))
+
+    @rule()
+    def lose_cache(self) -> None:
+        self.rig.lose_cache()
+
+    @invariant()
+    def holds(self) -> None:
+        self.rig.check()
+
+    def teardown(self) -> None:
+        self.rig.drain()
+
+
+class AnyOrderRotating(AnyOrder):
+    """The same with states that cannot be cut beyond a window."""
+
+    model = ROTATING
+
+
+class AnyOrderRecurrent(AnyOrder):
+    """The same with states that can never be cut."""
+
+    model = RECURRENT
+
+
+for machine in (AnyOrder, AnyOrderRotating, AnyOrderRecurrent):
+    machine.TestCase.settings = settings(
+        max_examples=40,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+TestPlain = AnyOrder.TestCase
+TestRotating = AnyOrderRotating.TestCase
+TestRecurrent = AnyOrderRecurrent.TestCase
+
+
+# ---- each promise by name ----------------------------------------------------------------
+
+
+def ramp(n: int, start: int = 1) -> tuple[int, ...]:
+    """``n`` ids that share no prefix with those of another start."""
+    return tuple((start * 101 + i * 7) % 900 + 1 for i in range(n))
+
+
+def endless(ids: tuple[int, ...]) -> int:
+    """A script that never samples an end token."""
+    return ids[-1] % 999 + 1
+
+
+def ends_after(tokens: int, prompt: int) -> Callable[[tuple[int, ...]], int]:
+    """A script whose token number ``tokens`` is the end token, for prompts of one length."""
+    return lambda ids: 0 if len(ids) == prompt + tokens - 1 else ids[-1] % 999 + 1
+
+
+def steps_of(rig: Rig, *, limit: int = 1_000) -> list[StepPlan]:
+    """Run to the end; every plan that was launched meanwhile."""
+    seen = len(rig.device.plans)
+    for _ in range(limit):
+        if rig.step() is None:
+            return rig.device.plans[seen:]
+        rig.check()
+    raise AssertionError("the rows never ended")
+
+
+def kinds(rig: Rig) -> list[str]:
+    return [store.kind for store in rig.stored]
+
+
+def test_rows_are_admitted_by_number() -> None:
+    """Whoever came first starts first, also when places become free at the same time."""
+    rig = Rig(script=endless, batch=2, queue=20)
+    rows = [rig.submit(ramp(20, i), limit=3) for i in range(10)]
+    started = [start.row for plan in steps_of(rig) for start in plan.start]
+    assert started == rows
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    """batch + queue rows are taken, one more is not; a place that becomes free is given again."""
+    rig = Rig(script=endless, batch=2, queue=3)
+    rows = [rig.submit(ramp(20, i)) for i in range(6)]
+    assert rows[5] is None
+    assert None not in rows[:5]
+    assert rig.refused[0].waiting == 3
+    assert rig.refused[0].retry_after >= 1.0
+    assert rows[4] is not None
+    rig.cancel(rows[4])
+    assert rig.submit(ramp(20, 7)) is not None
+    rig.drain()
+
+
+def test_retry_after_grows_with_what_waits() -> None:
+    """Slow steps and a long queue mean a later retry."""
+    rig = Rig(script=endless, batch=1, queue=8)
+    rig.device.decode_seconds = 2.0
+    rig.submit(ramp(4), limit=5)
+    steps_of(rig)
+    for i in range(10):
+        rig.submit(ramp(4, i))
+    assert rig.refused[0].retry_after > 100.0
+
+
+def test_a_row_forks_from_one_that_is_in_prefill() -> None:
+    """A prompt that shares a prefix with one in prefill waits for it and takes it from there."""
+    rig = Rig(script=endless)
+    shared = ramp(300)
+    leader = rig.submit((*shared, *ramp(2500, 2)))
+    follower = rig.submit((*shared, *ramp(20, 3)))
+    assert leader is not None
+    assert follower is not None
+    while rig.lookups:
+        rig.answer()
+    first, second = rig.plan()
+    assert [start.row for start in first.start] == [leader]
+    assert [part.count for part in first.prefill] == [300], "stopped where the prefixes part"
+    assert second.start[0].source == FromRow(leader, 300)
+    rig.drain()
+    assert rig.cached(follower) == 300
+    assert rig.core.stats().shared_tokens == 300
+
+
+def test_sixteen_rows_of_one_template_compute_it_once() -> None:
+    """All rows that arrive together share one prefill of what they have in common."""
+    rig = Rig(script=endless, batch=16, queue=16)
+    shared = ramp(200)
+    for i in range(16):
+        rig.submit((*shared, *ramp(10, i + 2)))
+    rig.drain()
+    stats = rig.core.stats()
+    assert stats.shared_tokens == 15 * 200
+    assert stats.prefilled_tokens == 200 + 16 * 9
+
+
+def test_a_leader_with_a_short_rest_is_not_stopped() -> None:
+    """Where the state can be cut, a few tokens more cost less than one more step."""
+    rig = Rig(script=endless)
+    shared = ramp(300)
+    leader = rig.submit((*shared, *ramp(10, 2)))
+    follower = rig.submit((*shared, *ramp(20, 3)))
+    assert leader is not None
+    assert follower is not None
+    rig.drain()
+    assert [part.count for part in rig.device.plans[0].prefill] == [309]
+    assert rig.cached(follower) == 300
+
+
+def test_an_interrupted_leader_hands_over_what_it_has() -> None:
+    """A row that waits for a prefix in prefill loses nothing when its leader is cancelled."""
+    rig = Rig(script=endless, prefill_token_seconds=0.01)
+    rig.submit(ramp(10, 9), limit=200)
+    rig.step()
+    shared = ramp(300)
+    leader = rig.submit((*shared, *ramp(50, 2)))
+    follower = rig.submit((*shared, *ramp(50, 3)))
+    assert leader is not None
+    assert follower is not None
+    rig.step()
+    rig.step()
+    computed = max(len(row.state) for id, row in rig.device.rows.items() if id == leader)
+    assert 16 <= computed < 300
+    rig.cancel(leader)
+    rig.drain()
+    assert rig.cached(follower) >= computed
+
+
+def test_a_running_row_never_waits_for_more_than_a_chunk() -> None:
+    """While a row decodes, every step decodes it and prefills at most the sizer's chunk."""
+    rig = Rig(script=endless)
+    running = rig.submit(ramp(10), limit=60)
+    assert running is not None
+    rig.step()
+    rig.submit(ramp(4000, 2), limit=2)
+    rig.submit(ramp(3000, 3), limit=2)
+    chunks: list[int] = []
+    while not rig.is_over(running):
+        chunk = max(rig.core.sizer.chunk, 64)
+        done = rig.step()
+        assert done is not None
+        plan = rig.device.plans[-1]
+        chunks.append(sum(part.count for part in plan.prefill))
+        assert chunks[-1] <= max(chunk, rig.core.sizer.chunk)
+        assert done.seconds <= 0.2 + 0.01
+    plans = [plan for plan in rig.device.plans if plan.prefill and running in plan.decode]
+    assert len(plans) > 10, "prefill was not interleaved with decoding"
+    decodes = [i for i, plan in enumerate(rig.device.plans) if running in plan.decode]
+    assert all(b - a == 1 for a, b in pairwise(decodes)), "a step left the running row out"
+    rig.drain()
+
+
+def test_prefill_is_not_chunked_small_when_nobody_waits() -> None:
+    """With no row decoding, a long prompt goes in steps of 2,048."""
+    rig = Rig(script=endless)
+    rig.submit(ramp(4001), limit=1)
+    steps_of(rig)
+    assert [p.count for plan in rig.device.plans for p in plan.prefill] == [2048, 1952]
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    """Its first token comes within five steps, although a long prefill came first."""
+    rig = Rig(script=endless)
+    rig.submit(ramp(10), limit=100)
+    rig.step()
+    rig.submit(ramp(4000, 2), limit=2)
+    rig.step()
+    short = rig.submit(ramp(12, 3), limit=2)
+    assert short is not None
+    for _ in range(5):
+        rig.step()
+    assert rig.tokens(short)
+    rig.drain()
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    """Short prompts that keep coming take at most half of each step."""
+    rig = Rig(script=endless, batch=8, queue=100)
+    rig.submit(ramp(10), limit=400)
+    rig.step()
+    long = rig.submit(ramp(2000, 2), limit=1)
+    assert long is not None
+    for i in range(120):
+        rig.submit(ramp(30, 3 + i), limit=1)
+        rig.step()
+    assert rig.is_over(long)
+    rig.drain()
+
+
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+def test_interrupted_prefill_is_kept_and_used(model: ModelInfo) -> None:
+    """A cancelled prompt tried again starts where it was interrupted."""
+    rig = Rig(model, endless, prefill_token_seconds=0.005)
+    other = rig.submit(ramp(10, 9), limit=300)
+    rig.step()
+    row = rig.submit(ramp(1000), limit=2)
+    assert other is not None
+    assert row is not None
+    for _ in range(4):
+        rig.step()
+    computed = len(rig.device.rows[row].state)
+    assert 50 < computed < 999
+    rig.cancel(row)
+    for _ in range(3):
+        rig.step()
+    assert kinds(rig) == ["partial"]
+    assert len(rig.stored[0].ids) >= computed
+    again = rig.submit(ramp(1000), limit=2)
+    assert again is not None
+    rig.step()
+    assert rig.cached(again) == len(rig.stored[0].ids)
+    rig.cancel(other)
+    rig.drain()
+
+
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+@pytest.mark.parametrize("steps", range(2, 6))
+def test_what_a_cancelled_row_generated_is_kept(model: ModelInfo, steps: int) -> None:
+    """Even with two steps under way, the state that is kept holds all but the last of them."""
+    rig = Rig(model, endless)
+    row = rig.submit(ramp(40), limit=50)
+    assert row is not None
+    for _ in range(steps):
+        rig.step()
+    rig.plan()
+    said = len(rig.tokens(row))
+    assert rig.core.in_flight == 2
+    rig.cancel(row)
+    rig.drain()
+    assert kinds(rig) == ["final"]
+    kept = rig.stored[0].ids
+    assert len(kept) >= 40 + said
+    assert kept == (*ramp(40), *(kept[39] % 999 + 1 + i for i in range(len(kept) - 40)))
+
+
+def test_a_prompt_gets_an_entry_of_its_own_where_states_cannot_be_cut() -> None:
+    """Its state is copied at the prompt's end, before the first decode changes it."""
+    rig = Rig(RECURRENT, endless)
+    row = rig.submit(ramp(300), limit=3)
+    assert row is not None
+    rig.drain()
+    assert kinds(rig) == ["prompt", "final"]
+    assert rig.stored[0].ids == ramp(300)[:-1]
+    again = rig.submit(ramp(300), limit=3)
+    assert again is not None
+    rig.drain()
+    assert rig.cached(again) == 299
+
+
+@pytest.mark.parametrize("model", [PLAIN, ROTATING], ids=lambda m: m.name)
+def test_no_prompt_entry_where_the_final_state_serves(model: ModelInfo) -> None:
+    """Where a state can be cut, one entry serves the prompt and the next turn."""
+    rig = Rig(model, endless)
+    prompt = ramp(300) if model is PLAIN else ramp(16)
+    rig.submit(prompt, limit=4)
+    rig.drain()
+    assert kinds(rig) == ["final"]
+
+
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+def test_a_final_state_holds_the_prompt_and_all_that_was_processed(model: ModelInfo) -> None:
+    """The last sampled token is not in it; the next turn takes all the rest from there."""
+    rig = Rig(model, endless)
+    row = rig.submit(ramp(40), limit=5)
+    assert row is not None
+    rig.drain()
+    answer = rig.tokens(row)
+    assert rig.stored[-1].ids == (*ramp(40), *answer[:-1])
+    turn = rig.submit((*ramp(40), *answer, *ramp(9, 4)), limit=2)
+    assert turn is not None
+    rig.drain()
+    assert rig.cached(turn) == 44
+
+
+def test_a_state_of_few_tokens_is_not_kept() -> None:
+    """Under sixteen tokens it is cheaper to compute again."""
+    rig = Rig(script=endless)
+    rig.submit(ramp(8), limit=3)
+    rig.drain()
+    assert rig.stored == []
+
+
+def test_an_end_token_exactly_on_the_budget_is_a_stop() -> None:
+    """A row that ends by itself with its last allowed token did not run out of room."""
+    rig = Rig(script=ends_after(4, prompt=20))
+    row = rig.submit(ramp(20), limit=4)
+    assert row is not None
+    rig.drain()
+    assert rig.said[row][-1] == RowEnded(row, FinishReason.STOP)
+    assert len(rig.tokens(row)) == 4
+
+
+def test_a_row_that_ends_by_count_is_not_planned_again() -> None:
+    """No step computes a token that nobody may have."""
+    rig = Rig(script=endless)
+    row = rig.submit(ramp(20), limit=4)
+    assert row is not None
+    rig.drain()
+    assert sum(row in plan.decode for plan in rig.device.plans) == 4
+
+
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+def test_a_token_after_the_end_is_never_seen(model: ModelInfo) -> None:
+    """A step that ran ahead of an end token leaves no trace in the events or the kept state."""
+    rig = Rig(model, ends_after(3, prompt=40))
+    row = rig.submit(ramp(40), limit=50)
+    assert row is not None
+    rig.drain()
+    assert sum(row in plan.decode for plan in rig.device.plans) == 4, "one step ran ahead"
+    tokens = rig.tokens(row)
+    assert tokens[-1] == 0
+    assert len(tokens) == 3
+    assert rig.stored[-1].ids == (*ramp(40), *tokens[:-1], 0)[: len(rig.stored[-1].ids)]
+    assert len(rig.stored[-1].ids) == 42
+
+
+def test_a_stop_id_of_the_request_ends_like_an_end_token() -> None:
+    """It is reported, and nothing after it."""
+    rig = Rig(script=endless)
+    row = rig.submit((5, 6, 7), limit=9, stop_ids=frozenset({10}))
+    assert row is not None
+    rig.drain()
+    assert rig.tokens(row) == [8, 9, 10]
+
+
+def test_a_poisoned_row_fails_alone() -> None:
+    """Its neighbours in the batch go on; it keeps nothing."""
+    rig = Rig(script=endless)
+    rows = [rig.submit(ramp(20, i), limit=6) for i in range(3)]
+    assert rows[1] is not None
+    rig.device.poisoned.add(rows[1])
+    rig.drain()
+    assert rig.said[rows[1]][-1] == RowBroken(rows[1], "poisoned")
+    assert [len(rig.tokens(row)) for row in rows if row is not None] == [6, 0, 6]
+    assert kinds(rig) == ["final", "final"]
+    assert rig.core.stats().failed == 1
+
+
+def test_a_fork_of_a_row_that_has_just_failed_is_a_failed_row_and_no_fault() -> None:
+    """The step is planned before the failure is known; the device still answers for everyone."""
+    rig = Rig(script=endless)
+    bad, good = rig.submit((*ramp(60), 1), limit=6), rig.submit(ramp(20, 5), limit=6)
+    assert bad is not None
+    assert good is not None
+    rig.device.poisoned.add(bad)
+    while rig.lookups:
+        rig.answer()
+    rig.plan_one()
+    fork = rig.submit((*ramp(60), 2), limit=6)
+    assert fork is not None
+    rig.answer()
+    plan = rig.plan_one()
+    assert plan.start[0].source == FromRow(bad, 60)
+    rig.drain()
+    assert len(rig.tokens(good)) == 6
+    assert isinstance(rig.said[fork][-1], RowBroken)
+
+
+def test_a_lost_device_fails_what_was_on_it_and_keeps_what_waits() -> None:
+    """Rows of the batch fail; the queue is served when the device is back."""
+    rig = Rig(script=endless, batch=2, queue=4)
+    rows = [rig.submit(ramp(20, i), limit=6) for i in range(4)]
+    rig.step()
+    rig.lose_device()
+    assert [rig.is_over(row) for row in rows if row is not None] == [True, True, False, False]
+    assert rig.core.in_flight == 0
+    rig.drain()
+    assert [len(rig.tokens(row)) for row in rows[2:] if row is not None] == [6, 6]
+
+
+def test_a_result_of_an_unknown_step_is_ignored_and_its_states_are_released() -> None:
+    """What an earlier scheduler had under way reaches nobody."""
+    rig, other = Rig(script=endless), Rig(script=endless)
+    row = rig.submit(ramp(40), limit=2)
+    assert row is not None
+    while rig.step() is not None:
+        pass
+    kept = next(plan for plan in rig.device.plans if plan.keep)
+    rig.device.launch(StepPlan(kept.step))
+    done = rig.device.settle()
+    assert other.core.settled(done) == ()
+    assert other.core.check_integrity() is None
+
+
+def test_a_start_from_the_cache_returns_its_lease_when_the_step_is_done() -> None:
+    """Not before the copy was made, and not never."""
+    rig = Rig(script=endless)
+    rig.submit(ramp(100), limit=2)
+    rig.drain()
+    row = rig.submit((*ramp(100), 5), limit=2)
+    assert row is not None
+    rig.answer()
+    (plan, *_) = rig.plan()
+    assert isinstance(plan.start[0].source, FromSnapshot)
+    assert rig.cache.stats().leases == 1
+    rig.settle()
+    assert rig.cache.stats().leases == 0
+    rig.drain()
+
+
+def test_without_a_cache_nothing_is_asked_or_kept() -> None:
+    """A budget of zero turns it off."""
+    rig = Rig(script=endless, budget=0)
+    row = rig.submit(ramp(400), limit=2)
+    assert row is not None
+    assert not rig.lookups
+    rig.drain()
+    assert isinstance(rig.device.plans[0].start[0].source, Cold)
+    assert rig.stored == []
+    assert isinstance(rig.said[row][0], Started)
+
+
+def test_counts_say_how_rows_ended() -> None:
+    """Finished, cancelled, failed and refused are each counted once."""
+    rig = Rig(script=endless, batch=1, queue=1)
+    rows = [rig.submit(ramp(20, i)) for i in range(3)]
+    assert rows[1] is not None
+    rig.cancel(rows[1])
+    rig.drain()
+    stats = rig.core.stats()
+    assert (stats.submitted, stats.finished, stats.cancelled) == (2, 1, 1)
+    assert (stats.failed, stats.refused) == (0, 1)
+
+
+# ---- the size of a chunk -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "decode_seconds", "chunk"),
+    [
+        (0.0001, 0.01, 1024),
+        (0.0005, 0.01, 256),
+        (0.0033, 0.1, 32),
+        (0.0033, 0.4, 128),
+        (1.0, 0.01, MIN_CHUNK),
+        (1e-6, 0.001, MAX_CHUNK),
+    ],
+)
+def test_a_chunk_is_the_largest_power_of_two_that_fits_its_time(
+    token_seconds: float, decode_seconds: float, chunk: int
+) -> None:
+    """200 ms, or two decode steps where those take longer."""
+    sizer = ChunkSizer()
+    for _ in range(40):
+        sizer.saw(prefilled=0, decoded=4, seconds=decode_seconds)
+        n = sizer.chunk
+        sizer.saw(prefilled=n, decoded=4, seconds=n * token_seconds + decode_seconds)
+    assert sizer.chunk == chunk
+
+
+def test_a_handful_of_tokens_does_not_shrink_the_chunk() -> None:
+    """A few tokens cost as much as a pass over the weights; that is not their price each."""
+    sizer = ChunkSizer()
+    for _ in range(20):
+        sizer.saw(prefilled=sizer.chunk, decoded=0, seconds=sizer.chunk * 0.0005)
+    before = sizer.chunk
+    for _ in range(20):
+        sizer.saw(prefilled=3, decoded=1, seconds=0.05)
+    assert sizer.chunk == before
