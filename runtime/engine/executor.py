@@ -42,6 +42,7 @@ from ..requests import Sampling
 from ..settings import Dtype
 from .batch import why_not_batchable
 from .forward import Drawn, Fault, Forward
+from .lazy import ids_of
 from .memory import MemoryLimits, give_back
 from .models import (
     Checkpoint,
@@ -152,7 +153,7 @@ class MLXDevice:
         mx.eval(step.fences)
         sampled: list[Sampled] = []
         for drawn in step.drawn:
-            for row, token in zip(drawn.rows, drawn.reported.tolist(), strict=True):
+            for row, token in zip(drawn.rows, ids_of(drawn.reported), strict=True):
                 if row.failed:
                     continue
                 if token < 0:

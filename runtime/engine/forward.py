@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn import Module
 
 from ..device import RowId
 from .batch import RaggedPrefill, RowBatch
+from .lazy import fence, start
 from .rows import Row, next_inputs
 from .sampling import Sampler
 from .snapshots import CannotCut, arrays_of, compact
@@ -39,7 +40,7 @@ class Forward:
     ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill.
     """
 
-    def __init__(self, model: nn.Module, sampler: Sampler, *, together: bool, ragged: bool) -> None:
+    def __init__(self, model: Module, sampler: Sampler, *, together: bool, ragged: bool) -> None:
         self._model: Any = model
         self._sampler = sampler
         self._together = together
@@ -159,7 +160,7 @@ class Forward:
 
     def _park(self, row: Row) -> None:
         caches = self._batch.export(row.id, row.processed)
-        mx.async_eval(arrays_of(caches))
+        start(arrays_of(caches))
         self._batch.leave(row.id)
         del self._batched[row.id]
         row.caches = caches
@@ -187,7 +188,7 @@ class Forward:
         draws = self._sampler.draw(
             logits[:, -1, :], [r.sampler for r in rows], [r.processed for r in rows], inputs
         )
-        mx.async_eval(draws.tokens, draws.reported, state)
+        start(draws.tokens, draws.reported, state)
         for place, row in enumerate(rows):
             row.pending = (draws.tokens, place)
         faults = [(rows[place], reason) for place, reason in draws.faults.items()]
@@ -203,19 +204,8 @@ def _lone_caches(row: Row) -> list[Any]:
 def _launch_state(rows: Sequence[Row], counts: Sequence[int]) -> mx.array:
     """Start what is lazy in the rows' states; the logits of a prefill are never computed."""
     state = [x for row in rows for x in arrays_of(_lone_caches(row))]
-    mx.async_eval(state)
+    start(state)
     for row, count in zip(rows, counts, strict=True):
         row.advance(count)
         row.forget_before()
     return fence(state[-1]) if state else mx.zeros(())
-
-
-def fence(array: mx.array) -> mx.array:
-    """A scalar that is ready when ``array`` is, without holding on to its buffer.
-
-    Waiting on the array itself would keep a second reference to a buffer that the next step
-    writes into, and so make MLX copy it.
-    """
-    scalar = array[(slice(0, 1),) * array.ndim].astype(mx.float32) + 0
-    mx.async_eval(scalar)
-    return scalar

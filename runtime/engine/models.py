@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn import Module
 from mlx.utils import tree_map_with_path
-from mlx_lm import __version__ as mlx_lm_version
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
 
@@ -41,7 +41,7 @@ _WINDOW_KEYS = (
 class Checkpoint:
     """A loaded model and what its files say about it. ``dtype`` is the choice as carried out."""
 
-    model: nn.Module
+    model: Module
     eos_ids: frozenset[int]
     context_window: int | None
     namespace: str
@@ -115,7 +115,7 @@ def check_weight_files(path: Path) -> None:
         raise ModelError(f"the weight index {file} names missing files: {', '.join(missing)}")
 
 
-def state_kind(model: nn.Module) -> StateKind:
+def state_kind(model: Module) -> StateKind:
     """Read the layout of a row's state off the caches that mlx-lm makes for the model."""
     caches = _leaves(make_prompt_cache(model))
     strange = sorted({type(c).__name__ for c in caches if not _is_window(c)})
@@ -137,7 +137,7 @@ def device_label(dtype: str) -> str:
     """Device, MLX build and weights in one line, for people."""
     info = mx.device_info()
     kind = "GPU" if mx.default_device() == mx.gpu else "CPU"
-    return f"{kind} {info.get('device_name', '?')}, MLX {mx.__version__}, weights {dtype}"
+    return f"{kind} {info.get('device_name', '?')}, MLX {version('mlx')}, weights {dtype}"
 
 
 def available_memory() -> int:
@@ -162,7 +162,7 @@ def _is_window(cache: Any) -> bool:
     return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
 
 
-def _expand(model: nn.Module, dtype: Dtype) -> str:
+def _expand(model: Module, dtype: Dtype) -> str:
     match dtype:
         case "keep":
             return "as stored"
@@ -170,12 +170,17 @@ def _expand(model: nn.Module, dtype: Dtype) -> str:
             _cast(dequantize_model(model), getattr(mx, dtype))
             return dtype
         case "auto":
-            roomy = get_total_parameters(model) * 4 < EXPANDED_SHARE * available_memory()
+            roomy = _num_parameters(model) * 4 < EXPANDED_SHARE * available_memory()
             on_cpu = mx.default_device() != mx.gpu
             return _expand(model, "float32" if on_cpu and roomy else "keep")
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+def _num_parameters(model: Any) -> int:
+    count: Any = get_total_parameters
+    return int(count(model))
+
+
+def _cast(model: Module, dtype: mx.Dtype) -> None:
     # Some families keep a few weights in float32 whatever the rest is; widening all is harmless.
     narrow = dtype != mx.float32
     may_cast = getattr(model, "cast_predicate", None) if narrow else None
@@ -229,5 +234,5 @@ def _namespace(path: Path, dtype: str) -> str:
     for file in sorted(path.glob("model*.safetensors")):
         stat = file.stat()
         digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    digest.update(f"{dtype}:{mx.__version__}:{mlx_lm_version}:{mx.default_device()}".encode())
+    digest.update(f"{dtype}:{version('mlx')}:{version('mlx-lm')}:{mx.default_device()}".encode())
     return digest.hexdigest()

@@ -253,7 +253,7 @@ def _process(
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(values, dtype=mx.float32)[:, None]
+    return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 def _top_p(x: mx.array, ascending: mx.array, top_p: mx.array) -> mx.array:
@@ -282,7 +282,7 @@ def _top_k(x: mx.array, ascending: mx.array, top_k: Sequence[int]) -> mx.array:
 
 
 def _keys(keys: Sequence[tuple[int, int]]) -> mx.array:
-    return mx.array(keys, dtype=mx.uint32)
+    return mx.array(list(keys), dtype=mx.uint32)
 
 
 def _noise(keys: Sequence[tuple[int, int]], vocab_size: int) -> mx.array:

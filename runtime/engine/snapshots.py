@@ -19,6 +19,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from ..device import SnapshotId, SnapshotMade
 
+_List: Any = CacheList
+_Plain: Any = KVCache
+_Ring: Any = RotatingKVCache
+
 
 class CannotCut(Exception):
     """A state cannot be brought to the length asked for; the message says why."""
@@ -36,11 +40,12 @@ def clone_all(caches: list[Any]) -> list[Any]:
 
 def is_cuttable(cache: Any) -> bool:
     """Whether this layer can be cut to any shorter length right now."""
-    if type(cache) is CacheList:
+    kind = type(cache)
+    if kind is CacheList:
         return all(is_cuttable(c) for c in cache.caches)
-    if type(cache) is RotatingKVCache:
+    if kind is RotatingKVCache:
         return bool(cache.keep == 0 and cache.is_trimmable())
-    return type(cache) is KVCache
+    return kind is KVCache
 
 
 def hold(cache: Any) -> Any:
@@ -62,7 +67,7 @@ def step_back(cache: Any, held: Any, length: int) -> Any:
     """The layer as it was at ``length`` tokens, one before now. Raises CannotCut."""
     if type(cache) is CacheList:
         layers = zip(cache.caches, held, strict=True)
-        return CacheList(*(step_back(c, h, length) for c, h in layers))
+        return _List(*(step_back(c, h, length) for c, h in layers))
     if held is not None:
         return clone(held)
     if not is_cuttable(cache):
@@ -91,7 +96,7 @@ def compact(caches: list[Any]) -> list[Any]:
 
 def arrays_of(caches: list[Any]) -> list[mx.array]:
     """Every array that a state is made of."""
-    leaves = tree_flatten([c.state for c in caches])
+    leaves: Any = tree_flatten([c.state for c in caches])
     return [x for _, x in leaves if isinstance(x, mx.array)]
 
 
@@ -111,14 +116,14 @@ def _packed(leaf: Any) -> Any:
 def _cut_one(cache: Any, length: int) -> Any:
     kind = type(cache)
     if kind is CacheList:
-        return CacheList(*(_cut_one(c, length) for c in cache.caches))
+        return _List(*(_cut_one(c, length) for c in cache.caches))
     if kind not in (KVCache, RotatingKVCache) or cache.empty():
         return clone(cache)
     if kind is RotatingKVCache and not cache.is_trimmable():
         return _cut_ring(cache)
     keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
     if kind is KVCache:
-        return KVCache.from_state((keys, values, length))
+        return _Plain.from_state((keys, values, length))
     return kind.from_state((keys, values, length, cache.keep, cache.max_size, length))
 
 
@@ -129,8 +134,8 @@ def _cut_ring(cache: Any) -> Any:
     surplus = keys.shape[2] - max_size
     if keep == 0 and surplus > 0:
         state = (keys[..., surplus:, :], values[..., surplus:, :], offset, keep, max_size, max_size)
-        return RotatingKVCache.from_state(state)
-    return RotatingKVCache.from_state((keys[...], values[...], offset, keep, max_size, idx))
+        return _Ring.from_state(state)
+    return _Ring.from_state((keys[...], values[...], offset, keep, max_size, idx))
 
 
 @dataclass(frozen=True, slots=True)

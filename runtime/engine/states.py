@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..device import (
@@ -26,6 +26,7 @@ from ..device import (
     StartRow,
 )
 from .forward import Forward
+from .lazy import start as start_computing
 from .rows import Row
 from .sampling import RowSampler
 from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
@@ -34,7 +35,7 @@ from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
 class States:
     """Makes rows and keeps snapshots for one model."""
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+    def __init__(self, model: Module, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._snapshots = Snapshots()
@@ -108,7 +109,7 @@ class States:
             copy = self._copies[row.id, length] = forward.copy(row, length)
             # Started here, before the step's forward: once it is under way it holds no reference
             # to the row's buffers, and the forward may write into them in place.
-            mx.async_eval(arrays_of(copy))
+            start_computing(arrays_of(copy))
         return copy
 
 
