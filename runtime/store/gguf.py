@@ -20,7 +20,6 @@ from ..errors import ModelError
 from . import paths
 from .gguf_config import Metadata, build_config, head_counts
 from .gguf_reader import GgufFile
-from .gguf_tokenizer import build_tokenizer, end_ids
 from .gguf_weights import BITS, Array, convert_tensor, module_path, weight_names
 
 _FORMAT = 1
@@ -79,6 +78,14 @@ def converted_path(stem: str, digest: str) -> Path:
     return paths.models_dir() / f"{slug[:80]}-{key}"
 
 
+def source_name(folder: Path) -> str:
+    """The name of the file that a converted folder was made from, without its suffix."""
+    try:
+        return Path(json.loads((folder / _NOTE).read_text())["path"]).stem
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.name
+
+
 def sha256_of(path: Path, progress: paths.Progress | None = None) -> str:
     """SHA-256 of a file, in hex. Raises ModelError if it cannot be read."""
     digest, done = hashlib.sha256(), 0
@@ -124,6 +131,9 @@ def _write(
     generation: Mapping[str, object],
     progress: paths.Progress | None,
 ) -> None:
+    # Imported here, since a server whose model is already converted never needs it.
+    from .gguf_tokenizer import build_tokenizer, end_ids
+
     with GgufFile(path) as file:
         Metadata(file)
         file.check()

