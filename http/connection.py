@@ -39,11 +39,12 @@ def request_stack() -> AsyncExitStack:
     return cast("AsyncExitStack", scope[STACK_KEY])
 
 
-def with_deadline(send: ASGISendCallable, seconds: float) -> ASGISendCallable:
-    """``send`` that raises ClientStalledError when one message takes longer than ``seconds``.
+def bounded_send(send: ASGISendCallable, seconds: float, *, multiplexed: bool) -> ASGISendCallable:
+    """``send`` that raises ClientStalledError when a message takes longer than ``seconds``.
 
-    This covers HTTP/2 flow control, which hypercorn waits for at the end of a body. A stalled TCP
-    write is shielded by hypercorn and is ended by the transport itself (``http/transport.py``).
+    This covers what HTTP/2 waits for above the socket (``multiplexed``: flow control) and the end
+    of a body. A stalled TCP write is shielded by hypercorn and is ended by the transport itself
+    (``http/transport.py``), so ordinary HTTP/1 messages need no deadline of their own.
 
     The last message is shielded: while it is sent, hypercorn reports the end of the request as a
     disconnect, and being cancelled there would leave an HTTP/1.0 connection open.
@@ -51,6 +52,9 @@ def with_deadline(send: ASGISendCallable, seconds: float) -> ASGISendCallable:
 
     async def send_within(message: ASGISendEvent) -> None:
         is_last = message["type"] == "http.response.body" and not message.get("more_body")
+        if not (is_last or multiplexed):
+            await send(message)
+            return
         with trio.move_on_after(seconds, shield=is_last) as scope:
             await send(message)
         if scope.cancelled_caught:
@@ -78,8 +82,12 @@ class EdgeConnection(TrioASGIHTTPConnection):
                 cast("dict[str, Any]", request.scope)[STACK_KEY] = stack
                 response = await self.app.handle_request(request)
                 status = response.status_code
-                deadline = edge.runtime.settings.read_timeout
-                await self._send_response(with_deadline(send, deadline), response)
+                bounded = bounded_send(
+                    send,
+                    edge.runtime.settings.read_timeout,
+                    multiplexed=not request.http_version.startswith("1"),
+                )
+                await self._send_response(bounded, response)
         except ClientStalledError:
             log.info("cut a client that stopped reading")
         finally:

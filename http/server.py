@@ -78,17 +78,21 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
 async def serve(
     app: EdgeApp,
     *,
+    listeners: list[trio.SocketListener] | None = None,
     stop: Stop | None = None,
     handle_signals: bool = True,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve ``app`` until stopped, by ``stop`` or (in the main thread) by SIGINT or SIGTERM.
 
-    Starts with the URLs that it is reachable under. Raises AddressUnavailable.
+    ``listeners`` are those of :func:`open_listeners`, for callers who want the address before they
+    load anything; left out, the address of the app's settings is bound here. Starts with the URLs
+    that it is reachable under. Raises AddressUnavailable.
     """
     settings = app.edge.settings
     stop = stop or Stop()
-    listeners = await open_listeners(settings.host, settings.port)
+    if listeners is None:
+        listeners = await open_listeners(settings.host, settings.port)
     server = _Server(app, stop)
     async with trio.open_nursery() as nursery:
         if handle_signals:

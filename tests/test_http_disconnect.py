@@ -20,7 +20,7 @@ from mlx_troupe.http.testing import Flood, ScriptedRuntime, Wait, said, serving
 
 SETTINGS = HttpSettings(port=0)
 CHAT = "/v1/chat/completions"
-PATIENCE = 5.0
+PATIENCE = 30.0
 """Seconds before a test gives up; the thing itself takes milliseconds."""
 
 

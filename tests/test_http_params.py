@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_troupe.http.app import create_app
-from mlx_troupe.http.testing import MODEL, ScriptedRuntime, said, thought
+from mlx_troupe.http.testing import MODEL
 from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.completions import completion_call
 from mlx_troupe.http.wire.params import Call
@@ -18,10 +17,7 @@ from mlx_troupe.http.wire.parsing import parse_json
 from mlx_troupe.runtime.errors import InvalidRequest, RequestError, Unsupported
 from mlx_troupe.runtime.requests import (
     ChatPrompt,
-    Message,
     SamplingRequest,
-    TextPrompt,
-    TokenPrompt,
 )
 
 USER = {"role": "user", "content": "hi"}
@@ -41,13 +37,6 @@ def raw_chat(fields: str) -> Call:
     """A parsed chat call whose further fields are raw JSON."""
     body = f'{{"messages":[{{"role":"user","content":"hi"}}],{fields}}}'
     return chat_call(parse_json(body.encode()), MODEL)
-
-
-def messages(*wire: Any) -> tuple[Message, ...]:
-    """The messages that a body's messages become."""
-    prompt = chat_call({"messages": list(wire)}, MODEL).request.prompt
-    assert isinstance(prompt, ChatPrompt)
-    return prompt.messages
 
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -285,131 +274,6 @@ def test_bad_effort_lists_the_six() -> None:
         chat(reasoning_effort="max")
 
 
-@pytest.mark.parametrize("wire", [[], None, "x", [{}], [{"content": "hi"}], [1], {}, [None]])
-def test_no_messages(wire: Any) -> None:
-    """Nothing that is a list of messages with roles: refused under the field's name."""
-    with pytest.raises(InvalidRequest) as caught:
-        chat_call({"messages": wire}, MODEL)
-    assert (caught.value.param or "").startswith("messages")
-
-
-def test_missing_messages() -> None:
-    """A body without messages says so."""
-    with pytest.raises(InvalidRequest, match="messages required"):
-        chat_call({}, MODEL)
-
-
-def test_parts_are_joined_in_order() -> None:
-    """Text parts of every role are joined with nothing between."""
-    parts = [{"type": "text", "text": "My name is Ada."}, {"type": "text", "text": " Hi."}]
-    for role in ("system", "developer", "user", "assistant", "tool"):
-        assert messages({"role": role, "content": parts})[0].content == "My name is Ada. Hi."
-
-
-@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
-def test_tool_call_turns(content: dict[str, Any]) -> None:
-    """All four forms of an empty assistant turn are one; calls and results ride along."""
-    call = {
-        "type": "function",
-        "id": "c1",
-        "function": {"name": "add", "arguments": '{"a":2,"b":3}'},
-    }
-    turns = messages(
-        USER,
-        {"role": "assistant", "tool_calls": [call], **content},
-        {"role": "tool", "tool_call_id": "c1", "content": "5"},
-    )
-    assert turns[1] == Message("assistant", "", {"tool_calls": [call]})
-    assert turns[2] == Message("tool", "5", {"tool_call_id": "c1"})
-
-
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "image_url"),
-        ({"role": "user", "content": [{"type": "input_audio", "x": 1}]}, "input_audio"),
-        ({"role": "user", "content": [{"type": "bogus"}]}, "bogus"),
-        ({"role": "user", "content": [{"text": "x"}]}, "without a type"),
-        ({"role": "user", "content": [{"type": "text"}]}, "without text"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "text"),
-        ({"role": "user", "content": ["x"]}, "content"),
-        ({"role": "user", "content": 5}, "content"),
-        ({"role": "user", "content": None}, "content"),
-        ({"role": "user"}, "content"),
-        ({"role": "tool", "content": None}, "content"),
-        ({"role": "wizard", "content": "x"}, "wizard"),
-        ({"role": 5, "content": "x"}, "role"),
-        ({"role": "assistant", "tool_calls": [{}]}, "tool_calls"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "x"}}]}, "name"),
-        ({"role": "assistant", "tool_calls": "x"}, "tool_calls"),
-    ],
-)
-def test_bad_messages_are_named_shortly(message: dict[str, Any], named: str) -> None:
-    """The error names the message and the part, and repeats no payload."""
-    padded = json.loads(json.dumps(message).replace("{}", json.dumps({"url": "A" * 9000})))
-    with pytest.raises(InvalidRequest) as caught:
-        messages(USER, padded)
-    assert named in caught.value.message
-    assert (caught.value.param or "").startswith("messages[1]")
-    assert len(caught.value.message) < 200
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        r'{"messages":[{"role":"user","content":"a\ud800b"}]}',
-        r'{"messages":[{"role":"user","content":[{"type":"text","text":"\udc00"}]}]}',
-        r'{"messages":[{"role":"user","content":"x","name":"\ud800"}]}',
-        r'{"messages":[{"role":"user","content":"x"}],"stop":["\ud83d"]}',
-        r'{"messages":[{"role":"user","content":"x"}],"model":"\ud83d x"}',
-        r'{"messages":[{"role":"user","content":"x"}],"\ud800":1}',
-        r'{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"\ud800":1}}',
-    ],
-)
-def test_lone_surrogates_are_refused(body: str) -> None:
-    """Text that no tokenizer can take is a 400, wherever it stands."""
-    with pytest.raises(InvalidRequest):
-        chat_call(parse_json(body.encode()), MODEL)
-
-
-def test_surrogate_pairs_and_nul_are_text() -> None:
-    """An escaped emoji and an escaped NUL are ordinary characters."""
-    body = rb'{"messages":[{"role":"user","content":"\ud83d\ude00\u0000"}]}'
-    prompt = chat_call(parse_json(body), MODEL).request.prompt
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.messages[0].content == "\U0001f600\0"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("hi", TextPrompt("hi")),
-        ([1, 2, 99], TokenPrompt((1, 2, 99))),
-        ([[1, 2]], TokenPrompt((1, 2))),
-    ],
-)
-def test_prompts(prompt: Any, expected: Any) -> None:
-    """A string, ids, or one list of ids."""
-    assert completion(prompt=prompt).request.prompt == expected
-
-
-@pytest.mark.parametrize(
-    "prompt", [None, 5, {}, [], [[]], ["a"], ["a", "b"], [[1], [2]], [1, "a"], [True], [-1], [100]]
-)
-def test_bad_prompts(prompt: Any) -> None:
-    """Anything else is refused under its name, ids out of the vocabulary included."""
-    with pytest.raises(InvalidRequest) as caught:
-        completion(prompt=prompt)
-    assert caught.value.param == "prompt"
-
-
-def test_completion_logprobs_are_refused() -> None:
-    """``logprobs: 0`` asks for the chosen token's figure, so it is refused like any other."""
-    for value in (0, 10, -1):
-        with pytest.raises(Unsupported):
-            completion(logprobs=value)
-
-
 TEXT = st.text(st.sampled_from("a1-.\ud800\u00e9"), max_size=3)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
@@ -429,89 +293,3 @@ def test_any_body_is_parsed_or_refused(body: dict[str, Any]) -> None:
         except RequestError:
             continue
         assert isinstance(call, Call)
-
-
-async def test_poison_leaves_good_requests_alone() -> None:
-    """The bodies that killed other servers, one after the other: each its own answer."""
-    runtime = ScriptedRuntime(said("fine"))
-    client = create_app(runtime).test_client()
-    base = {"messages": [USER]}
-    poison: list[tuple[dict[str, Any], int]] = [
-        ({"logit_bias": {"99999999": 5}}, 400),
-        ({"top_k": 100000, "temperature": 1}, 200),
-        ({"stop": [1, 2]}, 400),
-        ({"temperature": None}, 200),
-        ({"stream_options": {}}, 200),
-        ({"stream_options": {}, "stream": True}, 200),
-        ({"temperature": float("nan")}, 400),
-        ({"n": 3}, 400),
-        ({"response_format": {"type": "json_schema"}}, 400),
-    ]
-    for fields, status in poison:
-        reply = await client.post(
-            "/v1/chat/completions",
-            data=json.dumps({**base, **fields}),
-            headers={"Content-Type": "application/json", "Host": "localhost"},
-        )
-        assert reply.status_code == status, fields
-        good = await client.post("/v1/chat/completions", json=base)
-        assert (await good.get_json())["choices"][0]["message"]["content"] == "fine"
-    assert runtime.active == 0
-
-
-async def test_chat_answer() -> None:
-    """A whole answer: message, reasoning by both names, reason, usage, the true id."""
-    runtime = ScriptedRuntime((thought("h"), thought("m"), *said("Hel", "lo")))
-    client = create_app(runtime).test_client()
-    reply = await client.post(
-        "/v1/chat/completions", json={"messages": [USER], "model": "no-such-model"}
-    )
-    answer = await reply.get_json()
-    assert reply.status_code == 200
-    assert answer.pop("id").startswith("chatcmpl-")
-    assert isinstance(answer.pop("created"), int)
-    assert answer == {
-        "object": "chat.completion",
-        "model": "org/tiny-model",
-        "choices": [
-            {
-                "index": 0,
-                "message": {
-                    "role": "assistant",
-                    "content": "Hello",
-                    "reasoning": "hm",
-                    "reasoning_content": "hm",
-                },
-                "finish_reason": "stop",
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 7,
-            "completion_tokens": 3,
-            "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 2},
-            "lane": "batched",
-        },
-    }
-
-
-async def test_completion_answer() -> None:
-    """A whole text completion."""
-    client = create_app(ScriptedRuntime(said("Hel", "lo"))).test_client()
-    answer = await (await client.post("/v1/completions", json={"prompt": "x"})).get_json()
-    assert answer["object"] == "text_completion"
-    assert answer["choices"] == [
-        {"index": 0, "text": "Hello", "finish_reason": "stop", "logprobs": None}
-    ]
-    assert answer["usage"]["lane"] == "batched"
-    assert "reasoning" not in answer["choices"][0]
-
-
-@pytest.mark.parametrize(
-    "model", ["test", "../../etc", "/abs/path", "a/b/c", "", None, "org/tiny-model"]
-)
-async def test_model_names_are_aliases(model: str | None) -> None:
-    """Any short name is answered by the loaded model, under its true id."""
-    client = create_app(ScriptedRuntime()).test_client()
-    reply = await client.post("/v1/completions", json={"prompt": "x", "model": model})
-    assert (await reply.get_json())["model"] == "org/tiny-model"

@@ -19,7 +19,7 @@ from mlx_troupe.http.testing import Flood, ScriptedRuntime, Wait, said, serving
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 SETTINGS = HttpSettings(port=0)
-PATIENCE = 5.0
+PATIENCE = 30.0
 
 
 async def test_a_taken_port_is_named() -> None:
