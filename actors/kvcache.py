@@ -36,7 +36,8 @@ class KVCacheActor:
 
     Args:
         mailbox: a full one makes a lookup a miss and drops a put (its sender releases the state).
-            Leases are returned through reserved room: there is one for each lookup at most.
+            Leases are returned through room that those two may not use.
+        max_leases: states lent at once; beyond it a lookup is a miss, which bounds that room.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class KVCacheActor:
         scheduler: Mailbox[SchedulerMessage],
         gpu: Mailbox[GpuCommand],
         view: GpuView,
+        max_leases: int,
     ) -> None:
         self.core = core
+        self._max_leases = max_leases
         self._budget = core.stats().budget_bytes
         self._mailbox = mailbox
         self._scheduler = scheduler
@@ -106,7 +109,7 @@ class KVCacheActor:
     def _look_up(self, message: Lookup) -> None:
         model = self._model
         hit = None
-        if model is not None:
+        if model is not None and self.core.leases < self._max_leases:
             hit = self.core.lookup(message.ids, model.namespace, trim_window=model.trim_window)
         self._scheduler.post(Found(message.row, hit))
 

@@ -19,10 +19,17 @@ class Mailbox(Generic[M]):
     """One receiver, many senders. It outlives the actor that reads it, so handles stay good."""
 
     def __init__(self, bound: float = math.inf) -> None:
+        self._bound = bound
         self._send, self._receive = trio.open_memory_channel[M](bound)
 
-    def post(self, message: M) -> None:
-        """Put a message in. Raises trio.WouldBlock when full; never waits."""
+    def post(self, message: M, *, spare: int = 0) -> None:
+        """Put a message in; never waits.
+
+        ``spare`` is the room that must be left behind it, for others who have reserved it.
+        Raises trio.WouldBlock when there is not that much.
+        """
+        if spare and self.depth + spare >= self._bound:
+            raise trio.WouldBlock
         self._send.send_nowait(message)
 
     async def receive(self) -> M:

@@ -36,9 +36,13 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants this row any more. Unknown rows are ignored."""
+    """Nobody wants this row any more; the last word of every request, and the end of its place.
+
+    ``served``: the client has all that it asked for. Unknown rows are ignored.
+    """
 
     row: RowId
+    served: bool = False
 
 
 @dataclass(frozen=True, slots=True)

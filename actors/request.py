@@ -20,7 +20,7 @@ from mlx_troupe.runtime.defaults import (
     token_limit,
 )
 from mlx_troupe.runtime.device import ModelInfo, RowId
-from mlx_troupe.runtime.errors import GenerationFailed, Overloaded, TroupeError, Unavailable
+from mlx_troupe.runtime.errors import GenerationFailed, TroupeError, Unavailable
 from mlx_troupe.runtime.requests import (
     ChatPrompt,
     Failed,
@@ -53,7 +53,8 @@ from .reply import Reply
 log = logging.getLogger(__name__)
 
 LONG_PROMPT = 2_000
-"""Characters from which a prompt is rendered and encoded off the event loop (about 2 ms)."""
+"""Characters from which a prompt is rendered and encoded off the event loop (about 2 ms). Ids need
+only be checked, and count as a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,15 @@ class RequestActor:
         self._lane = "batched"
         self._completion = 0
         self._prompt_tokens = 0
+        self._served = False
 
     def close(self) -> None:
         """The client is gone; never waits."""
+        self._scope.cancel()
+
+    def fail(self, error: TroupeError) -> None:
+        """End with an error that comes from outside; never waits."""
+        self._fail(error)
         self._scope.cancel()
 
     async def run(self) -> None:
@@ -113,6 +120,8 @@ class RequestActor:
             self._fail(GenerationFailed(f"the request failed: {type(error).__name__}"))
         finally:
             self._fail(Unavailable("the server is stopping"))
+            # Reserved room: a request posts one submit at most and exactly one cancel.
+            self._scheduler.post(Cancel(self._row, self._served))
 
     def _fail(self, error: TroupeError) -> None:
         if not self.admitted.settled:
@@ -132,12 +141,8 @@ class RequestActor:
         # The buffer is the reservation: one Started, one event a token, one end.
         send, receive = trio.open_memory_channel[RowEvent](limit + 2)
         with receive:
-            try:
-                await self._submit(spec, send)
-                await self._read(receive, self._stream(built, stop_ids))
-            finally:
-                # Reserved room: a request posts one submit and one cancel in its life.
-                self._scheduler.post(Cancel(self._row))
+            await self._submit(spec, send)
+            await self._read(receive, self._stream(built, stop_ids))
 
     async def _build(self) -> BuiltPrompt:
         prompt = self._request.prompt
@@ -149,10 +154,7 @@ class RequestActor:
 
     async def _submit(self, spec: RowSpec, send: trio.MemorySendChannel[RowEvent]) -> None:
         reply: Reply[None] = Reply()
-        try:
-            self._scheduler.post(Submit(spec, send, reply))
-        except trio.WouldBlock:
-            raise Overloaded("too many requests are waiting", retry_after=1.0) from None
+        self._scheduler.post(Submit(spec, send, reply))
         await reply.wait()
         self.admitted.set(self._prompt_tokens)
 
@@ -191,6 +193,9 @@ class RequestActor:
     def _finish(self, stream: TextStream, reason: FinishReason) -> None:
         for delta in stream.finish():
             self.outbox.put(delta)
+        if stream.stopped:
+            reason = FinishReason.STOP
+        self._served = True
         ids = stream.content_ids
         if ids:
             self._tools.provenance.remember(stream.content_text, ids)
@@ -210,7 +215,7 @@ def _size(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> int:
             return sum(len(message.content) for message in messages)
         case TextPrompt(text):
             return len(text)
-        case TokenPrompt():
-            return 0
+        case TokenPrompt(ids):
+            return len(ids) // 10
         case _:
             assert_never(prompt)

@@ -7,11 +7,13 @@ and keeps one step running and one queued on the GPU. It never awaits anything b
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.device import RowId, SnapshotId, SnapshotMade, StepDone
 from mlx_troupe.runtime.errors import Overloaded, Unavailable
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.scheduling.effects import (
@@ -28,6 +30,7 @@ from mlx_troupe.runtime.scheduling.effects import (
     TokenMade,
 )
 
+from .gate import Gate
 from .gpu import GpuView
 from .mailbox import Mailbox
 from .messages import (
@@ -58,8 +61,10 @@ class SchedulerActor:
     """Owns every row from its submission to its last event.
 
     Args:
-        mailbox: its bound leaves room for each client's submit and cancel, two step results, and
-            one cache answer a row; only a submit may find it full (the sender answers 429).
+        mailbox: its bound leaves room for the submit and the cancel of every place in ``gate``,
+            for step results and for cache answers, so it is never full.
+        gate: a place is given back here, when its cancel has been taken.
+        cache_spare: room in the cache's mailbox that only returned leases may use.
     """
 
     def __init__(
@@ -70,15 +75,21 @@ class SchedulerActor:
         gpu: Mailbox[GpuCommand],
         cache: Mailbox[CacheMessage],
         view: GpuView,
+        gate: Gate,
+        cache_spare: int,
     ) -> None:
         self.core = core
         self._mailbox = mailbox
         self._gpu = gpu
         self._cache = cache
         self._view = view
+        self._gate = gate
+        self._cache_spare = cache_spare
         self._events: dict[RowId, trio.MemorySendChannel[RowEvent]] = {}
         self._settling = False
         self._in_hand: SchedulerMessage | None = None
+        # States that the device has made and that nobody has been told of yet.
+        self._made: set[SnapshotId] = set()
 
     async def run(self) -> None:
         """Serve until cancelled. A new incarnation first clears what an old one left behind."""
@@ -95,7 +106,9 @@ class SchedulerActor:
     def abandon(self, reason: str) -> None:
         """Fail every row in hand and every submission not yet taken."""
         for row_id in tuple(self._events):
-            self._send(RowBroken(row_id, reason))
+            with suppress(trio.BrokenResourceError):
+                self._events[row_id].send_nowait(RowBroken(row_id, reason))
+            self._forget(row_id)
         left = [] if self._in_hand is None else [self._in_hand]
         for message in (*left, *self._mailbox.drain()):
             match message:
@@ -104,25 +117,34 @@ class SchedulerActor:
                     message.events.close()
                 case CacheLost(snapshots):
                     self._gpu.post(Release(snapshots))
-                case DeviceReady() | DeviceLost() | StepSettled() | Found() | Cancel():
+                case Cancel():
+                    self._gate.leave()
+                case StepSettled(done):
+                    if message is not self._in_hand:
+                        self._made.update(_made_by(done))
+                case DeviceReady() | DeviceLost() | Found():
                     # The next incarnation reads the device's state from the view, and the old
-                    # one's steps, lookups and rows end with it.
+                    # one's lookups and rows end with it.
                     pass
                 case _:
                     assert_never(message)
+        if self._made:
+            self._gpu.post(Release(tuple(self._made)))
 
     def _take(self, message: SchedulerMessage) -> None:
         self._in_hand = message
         match message:
             case Submit():
                 self._submit(message)
-            case Cancel(row):
+            case Cancel(row, served):
                 self._forget(row)
-                self._perform(self.core.cancel(row))
+                self._perform(self.core.cancel(row, served=served))
+                self._gate.leave()
             case Found(row, hit):
                 self._perform(self.core.found(row, hit))
             case StepSettled(done):
                 self._settling = False
+                self._made.update(_made_by(done))
                 self._perform(self.core.settled(done))
             case DeviceReady(model):
                 self._perform(self.core.ready(model))
@@ -168,20 +190,25 @@ class SchedulerActor:
                 case LookUp(row, ids):
                     self._look_up(row, ids)
                 case Store(snapshot, ids, nbytes, kind):
-                    try:
-                        self._cache.post(Put(snapshot, ids, nbytes, kind))
-                    except trio.WouldBlock:
-                        self._gpu.post(Release((snapshot,)))
+                    self._store(Put(snapshot, ids, nbytes, kind))
                 case ReturnLease(lease):
                     self._cache.post(EndLease(lease))
                 case Discard(snapshot):
+                    self._made.discard(snapshot)
                     self._gpu.post(Release((snapshot,)))
                 case _:
                     assert_never(effect)
 
+    def _store(self, put: Put) -> None:
+        self._made.discard(put.snapshot)
+        try:
+            self._cache.post(put, spare=self._cache_spare)
+        except trio.WouldBlock:
+            self._gpu.post(Release((put.snapshot,)))
+
     def _look_up(self, row: RowId, ids: tuple[int, ...]) -> None:
         try:
-            self._cache.post(Lookup(row, ids))
+            self._cache.post(Lookup(row, ids), spare=self._cache_spare)
         except trio.WouldBlock:
             self._perform(self.core.found(row, None))
 
@@ -203,3 +230,7 @@ class SchedulerActor:
         channel = self._events.pop(row, None)
         if channel is not None:
             channel.close()
+
+
+def _made_by(done: StepDone) -> Iterator[SnapshotId]:
+    return (kept.snapshot for kept in done.kept if isinstance(kept, SnapshotMade))

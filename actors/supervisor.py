@@ -52,10 +52,17 @@ class Child:
 
 
 class Supervisor:
-    """Keeps its children running and their states honest."""
+    """Keeps its children running and their states honest.
 
-    def __init__(self, children: Sequence[Child], bell: Bell) -> None:
+    ``on_failure`` is called once, with the reason, when the company cannot go on: it answers
+    everyone who still waits, and must neither wait nor raise.
+    """
+
+    def __init__(
+        self, children: Sequence[Child], bell: Bell, on_failure: Callable[[str], None]
+    ) -> None:
         self._children = tuple(children)
+        self._on_failure = on_failure
         self.states: dict[str, str] = {child.name: "starting" for child in children}
         self.crashes: dict[str, int] = {child.name: 0 for child in children}
         self.failure: str | None = None
@@ -66,6 +73,15 @@ class Supervisor:
         async with trio.open_nursery() as nursery:
             for child in self._children:
                 nursery.start_soon(self._keep, child, name=child.name)
+
+    async def fail(self, name: str, error: BaseException) -> None:
+        """The company cannot go on: say so, and give the clients time to hear it."""
+        self.states[name] = "failed"
+        if self.failure is None:
+            self.failure = f"{name}: {describe(error)}"
+            self._on_failure(self.failure)
+            self.bell.ring()
+        await trio.sleep(FAREWELL_SECONDS)
 
     async def _keep(self, child: Child) -> None:
         crashed: deque[float] = deque()
@@ -79,23 +95,29 @@ class Supervisor:
                 self.states[child.name] = "restarting"
                 self.crashes[child.name] += 1
                 log.exception("%s crashed", child.name)
-                actor.abandon(f"{child.name} failed: {describe(error)}")
+                answered = _abandon(actor, f"{child.name} failed: {describe(error)}")
                 now = trio.current_time()
                 crashed.append(now)
                 while now - crashed[0] > child.window:
                     crashed.popleft()
-                if len(crashed) > child.restarts or _fatal(error):
-                    self.states[child.name] = "failed"
-                    self.failure = f"{child.name}: {describe(error)}"
-                    self.bell.ring()
-                    # The failed requests' errors reach their clients before everything ends.
-                    await trio.sleep(FAREWELL_SECONDS)
+                if len(crashed) > child.restarts or _fatal(error) or not answered:
+                    await self.fail(child.name, error)
                     raise
                 await trio.sleep(RESTART_PAUSE)
             except BaseException:
                 self.states[child.name] = "stopped"
-                actor.abandon("the server is stopping")
+                _abandon(actor, "the server is stopping")
                 raise
+
+
+def _abandon(actor: Actor, reason: str) -> bool:
+    """Whether the actor could answer everyone. If it could not, only the end will."""
+    try:
+        actor.abandon(reason)
+    except Exception:
+        log.exception("an actor could not answer those who wait for it")
+        return False
+    return True
 
 
 def _fatal(error: BaseException) -> bool:

@@ -10,27 +10,28 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Literal
 
 import trio
 
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, StepId
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas
-from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.errors import Overloaded, Unavailable
 from mlx_troupe.runtime.prefix.index import PrefixCore
-from mlx_troupe.runtime.requests import Failed, Finished, GenerationEvent, GenerationRequest
+from mlx_troupe.runtime.requests import GenerationRequest
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.prompts import PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .gate import Bounds, Gate
+from .generation import Generation, Health
 from .gpu import GpuActor, GpuView
 from .kvcache import KVCacheActor
 from .mailbox import Mailbox
@@ -45,43 +46,6 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 """How long the device's thread may take to end at shutdown before it is left behind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """What the supervisor knows. ``ok`` means that a request sent now will be served."""
-
-    status: Literal["ok", "loading", "degraded", "failed"]
-    reason: str
-    actors: Mapping[str, str] = field(default_factory=dict)
-
-
-class Generation:
-    """The client's end of one generation: events until :class:`Finished` or :class:`Failed`."""
-
-    def __init__(self, actor: RequestActor, prompt_tokens: int) -> None:
-        self._actor = actor
-        self._over = False
-        self.prompt_tokens = prompt_tokens
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens that were not computed again; None until the row has started."""
-        return self._actor.cached_tokens
-
-    async def next_event(self) -> GenerationEvent:
-        """All text of one channel that has piled up, or the terminal event."""
-        event = await self._actor.outbox.take()
-        self._over = isinstance(event, Finished | Failed)
-        return event
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> GenerationEvent:
-        if self._over:
-            raise StopAsyncIteration
-        return await self.next_event()
 
 
 class Runtime:
@@ -99,17 +63,19 @@ class Runtime:
         self._draining = False
         self._active: set[RequestActor] = set()
         self._left = Bell()
-        clients = settings.batch + settings.queue
-        # Full: a submit is refused with 429. Cancels, step results and the cache's answers have
-        # room of their own: one cancel and one answer a request, two results, a few device events.
-        self._scheduler = Mailbox[SchedulerMessage](8 * clients + 256)
-        # Full: a lookup counts as a miss, a put is dropped. Leases returned fit by construction.
-        self._cache = Mailbox[CacheMessage](8 * clients + 256)
+        self._bounds = Bounds(settings.batch, settings.queue)
+        # Full: a client is refused with 429 before it has an actor.
+        self._gate = Gate(self._bounds.places)
+        # Never full: the gate bounds submits and cancels, everything else is few.
+        self._scheduler = Mailbox[SchedulerMessage](self._bounds.scheduler)
+        # Full: a lookup counts as a miss, a put is dropped. Returned leases have spare room.
+        self._cache = Mailbox[CacheMessage](self._bounds.cache)
         # Full is a crash: two steps and the releases of one cache are all that is ever in it.
         self._gpu = Mailbox[GpuCommand](65_536)
         self.view = GpuView()
-        self.scheduler: SchedulerActor
-        self.cache: KVCacheActor
+        # Rebuilt by the supervisor; these two are read for figures before it has started.
+        self.scheduler = self._build_scheduler()
+        self.cache = self._build_cache()
         self.supervisor = Supervisor(
             (
                 Child("gpu", self._build_gpu, restarts=1, window=600.0),
@@ -117,6 +83,7 @@ class Runtime:
                 Child("kvcache", self._build_cache),
             ),
             self.view.bell,
+            self._fail_everyone,
         )
 
     # ---- the cast ------------------------------------------------------------------------
@@ -141,7 +108,13 @@ class Runtime:
             new_step=lambda: StepId(next(self._steps)),
         )
         self.scheduler = SchedulerActor(
-            self._scheduler, core, gpu=self._gpu, cache=self._cache, view=self.view
+            self._scheduler,
+            core,
+            gpu=self._gpu,
+            cache=self._cache,
+            view=self.view,
+            gate=self._gate,
+            cache_spare=self._bounds.cache_spare,
         )
         return self.scheduler
 
@@ -152,6 +125,7 @@ class Runtime:
             scheduler=self._scheduler,
             gpu=self._gpu,
             view=self.view,
+            max_leases=self._bounds.leases,
         )
         return self.cache
 
@@ -180,9 +154,25 @@ class Runtime:
             Overloaded: the queue is full.
             Unavailable: the engine is stopping or gone.
         """
+        self._check_admission()
+        model = await self.wait_ready()
+        actor = self._start(request, model)
+        try:
+            yield Generation(actor, await actor.admitted.wait())
+        finally:
+            actor.close()
+
+    def _check_admission(self) -> None:
         if self._draining:
             raise Unavailable("the server is stopping")
-        model = await self.wait_ready()
+
+    def _start(self, request: GenerationRequest, model: ModelInfo) -> RequestActor:
+        self._check_admission()
+        if not self._gate.try_enter():
+            raise Overloaded(
+                f"{self._gate.taken} requests are here already; try again later",
+                retry_after=self.scheduler.core.retry_after(),
+            )
         assert self._tools is not None
         actor = RequestActor(
             RowId(next(self._rows)),
@@ -194,10 +184,7 @@ class Runtime:
         )
         self._active.add(actor)
         self._nursery.start_soon(self._run_request, actor)
-        try:
-            yield Generation(actor, await actor.admitted.wait())
-        finally:
-            actor.close()
+        return actor
 
     async def _run_request(self, actor: RequestActor) -> None:
         try:
@@ -206,10 +193,22 @@ class Runtime:
             self._active.discard(actor)
             self._left.ring()
 
+    def _fail_everyone(self, reason: str) -> None:
+        for actor in tuple(self._active):
+            actor.fail(Unavailable(f"the engine has failed: {reason}"))
+
     async def clear_cache(self) -> int:
-        """Empty the prefix cache; returns how many entries it had. Lent ones follow later."""
+        """Empty the prefix cache; returns how many entries it had. Lent ones follow later.
+
+        Raises:
+            Overloaded: the cache has too much to do already.
+            Unavailable: the cache crashed before it could answer.
+        """
         reply: Reply[int] = Reply()
-        self._cache.post(Clear(reply))
+        try:
+            self._cache.post(Clear(reply), spare=self._bounds.cache_spare)
+        except trio.WouldBlock:
+            raise Overloaded("the prefix cache is busy", retry_after=1.0) from None
         return await reply.wait()
 
     def health(self) -> Health:
@@ -251,7 +250,7 @@ class Runtime:
                 "started_at": self.started_at,
             },
             "actors": {
-                name: {"state": state, "crashes": self.supervisor.crashes[name]}
+                name: {"state": state, "crashes": self.supervisor.crashes.get(name, 0)}
                 for name, state in self.supervisor.states.items()
             },
         }
@@ -270,7 +269,11 @@ class Runtime:
 
     async def load_text(self, load: Callable[[], Tokenizer]) -> None:
         """Load the tokenizer on a worker thread, beside the weights."""
-        tokenizer = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
+        try:
+            tokenizer = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
+        except Exception as error:
+            await self.supervisor.fail("tokenizer", error)
+            raise
         provenance = Provenance()
         builder = PromptBuilder(tokenizer, provenance)
         defaults = SamplingDefaults.load(self.settings)

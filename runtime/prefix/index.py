@@ -55,6 +55,11 @@ class PrefixCore:
         """Bytes of all states not yet released, found or only leased."""
         return self._bytes
 
+    @property
+    def leases(self) -> int:
+        """Leases not yet ended."""
+        return len(self._leases)
+
     def lookup(self, ids: Sequence[int], namespace: str, *, trim_window: int | None) -> Hit | None:
         """The longest usable prefix of ``ids``, leased until :meth:`end_lease`.
 

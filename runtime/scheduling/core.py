@@ -98,7 +98,7 @@ class SchedulerCore:
         busy = self.model is None or len(self._live()) >= self.batch
         if busy and len(self._waiting) >= self.queue:
             self._counts["refused"] += 1
-            return QueueFull(len(self._waiting), self._retry_after())
+            return QueueFull(len(self._waiting), self.retry_after())
         self._numbers += 1
         self._counts["submitted"] += 1
         row = Row(spec, self._numbers, np.asarray(spec.prompt, dtype=np.int64))
@@ -117,12 +117,15 @@ class SchedulerCore:
             row.lease = hit.lease
         return ()
 
-    def cancel(self, row_id: RowId) -> tuple[Effect, ...]:
-        """Nobody wants this row any more. What it computed is kept for the next try."""
+    def cancel(self, row_id: RowId, *, served: bool = False) -> tuple[Effect, ...]:
+        """Nobody wants this row any more. What it computed is kept for the next try.
+
+        ``served``: its client has all that it asked for, so the row counts as finished.
+        """
         row = self._rows.get(row_id)
         if row is None or row.phase is Phase.ENDING:
             return ()
-        self._counts["cancelled"] += 1
+        self._counts["finished" if served else "cancelled"] += 1
         row.cancelled = True
         match row.phase:
             case Phase.WAITING:
@@ -209,6 +212,12 @@ class SchedulerCore:
         started = [Started(row.id, row.cached, self._lane()) for row in planned.started]
         return planned.plan, (*started, *self._admit())
 
+    def retry_after(self) -> float:
+        """Seconds until a refused request may find room, at least 1."""
+        # A typical row of 128 tokens leaves every 1/batch of its time; the caller is last.
+        per_row = max(self.sizer.decode_seconds, 0.01) * 128
+        return max(1.0, per_row * (len(self._waiting) + 1) / self.batch)
+
     def stats(self) -> SchedulerStats:
         """Counts for ``/stats``."""
         phases = [row.phase for row in self._rows.values()]
@@ -252,11 +261,6 @@ class SchedulerCore:
                 yield LookUp(row.id, row.spec.prompt)
             else:
                 row.move(Phase.READY)
-
-    def _retry_after(self) -> float:
-        # A typical row of 128 tokens leaves every 1/batch of its time; the caller is last.
-        per_row = max(self.sizer.decode_seconds, 0.01) * 128
-        return max(1.0, per_row * (len(self._waiting) + 1) / self.batch)
 
     def _sampled(self, row_id: RowId, token: int) -> Iterator[Effect]:
         row = self._rows.get(row_id)

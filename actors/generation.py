@@ -1,0 +1,51 @@
+"""What a client of the library holds: the events of one generation, and the company's health.
+
+Lives on trio's thread; read by one task. Made by the front door (``system.py``) only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mlx_troupe.runtime.requests import Failed, Finished, GenerationEvent
+
+from .request import RequestActor
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the supervisor knows. ``ok`` means that a request sent now will be served."""
+
+    status: Literal["ok", "loading", "degraded", "failed"]
+    reason: str
+    actors: Mapping[str, str] = field(default_factory=dict)
+
+
+class Generation:
+    """The client's end of one generation: events until :class:`Finished` or :class:`Failed`."""
+
+    def __init__(self, actor: RequestActor, prompt_tokens: int) -> None:
+        self._actor = actor
+        self._over = False
+        self.prompt_tokens = prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were not computed again; None until the row has started."""
+        return self._actor.cached_tokens
+
+    async def next_event(self) -> GenerationEvent:
+        """All text of one channel that has piled up, or the terminal event."""
+        event = await self._actor.outbox.take()
+        self._over = isinstance(event, Finished | Failed)
+        return event
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        if self._over:
+            raise StopAsyncIteration
+        return await self.next_event()
