@@ -74,6 +74,62 @@ class GpuView:
     bell: Bell = field(default_factory=Bell)
 
 
+class Watchdog:
+    """Waits for the results of steps, one after the other, each with its own patience.
+
+    The device works on one step at a time, so the time of a step begins when the one before it
+    is done, however long that took.
+    """
+
+    def __init__(self) -> None:
+        self._allowed: dict[int, float] = {}
+        self._since = -math.inf
+        self._wakes_at = math.inf
+        self._sooner = trio.Event()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a result is still to come."""
+        return bool(self._allowed)
+
+    def expect(self, step: int, seconds: float) -> None:
+        """A step was handed over, behind those that are under way already."""
+        if not self._allowed:
+            self._since = trio.current_time()
+        self._allowed[step] = seconds
+        self._look()
+
+    def heard(self, step: int) -> None:
+        """A step's result came. Steps that nobody expects are ignored."""
+        if self._allowed.pop(step, None) is not None:
+            self._since = trio.current_time()
+            self._look()
+
+    def forget_steps(self) -> None:
+        """Nobody waits for the steps under way any more; a load is still waited for."""
+        self._allowed = {k: v for k, v in self._allowed.items() if k == LOADING}
+
+    async def run(self) -> None:
+        """Raises DeviceHung when a result is overdue."""
+        while True:
+            self._sooner = trio.Event()
+            self._wakes_at = self._deadline()
+            with trio.move_on_at(self._wakes_at):
+                await self._sooner.wait()
+            if self._deadline() <= trio.current_time():
+                raise DeviceHung("the device gave no result in time")
+
+    def _deadline(self) -> float:
+        for seconds in self._allowed.values():
+            return self._since + seconds
+        return math.inf
+
+    def _look(self) -> None:
+        # Most steps come long before the watchdog would wake, and need not wake it.
+        if self._deadline() < self._wakes_at:
+            self._sooner.set()
+
+
 class GpuActor:
     """Feeds the worker and watches it.
 
@@ -101,18 +157,17 @@ class GpuActor:
         self._cache = cache
         self._step_timeout = step_timeout
         self._prefill_timeout = prefill_timeout
-        self._due: dict[int, float] = {}
-        self._armed = trio.Event()
+        self._watchdog = Watchdog()
         self._last_step = -math.inf
 
     async def run(self) -> None:
         """Load, then serve until cancelled. Raises DeviceBroken, DeviceHung or ModelRefused."""
         self._worker.start()
         self._worker.submit(Open())
-        self._arm(LOADING, self._prefill_timeout)
+        self._watchdog.expect(LOADING, self._prefill_timeout)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._listen)
-            nursery.start_soon(self._watch)
+            nursery.start_soon(self._watchdog.run)
             nursery.start_soon(self._serve)
 
     def abandon(self, reason: str) -> None:
@@ -130,7 +185,7 @@ class GpuActor:
             with trio.move_on_after(self._rest_in()) as quiet:
                 self._pass_on(await self._mailbox.receive())
             if quiet.cancelled_caught:
-                busy = bool(self._due)
+                busy = self._watchdog.is_waiting
                 self._last_step = trio.current_time() if busy else math.inf
                 if not busy:
                     self._worker.submit(Rest())
@@ -139,10 +194,11 @@ class GpuActor:
         match command:
             case Launch(plan):
                 slow = bool(plan.prefill)
-                self._arm(plan.step, self._prefill_timeout if slow else self._step_timeout)
+                allowed = self._prefill_timeout if slow else self._step_timeout
+                self._watchdog.expect(plan.step, allowed)
                 self._last_step = trio.current_time()
             case DropRows():
-                self._due.clear()
+                self._watchdog.forget_steps()
             case Settle() | Release():
                 pass
             case _:
@@ -162,11 +218,11 @@ class GpuActor:
     def _handle(self, event: WorkerEvent) -> None:
         match event:
             case Settled(done, stats):
-                self._due.pop(done.step, None)
+                self._watchdog.heard(done.step)
                 self._view.stats = stats
                 self._scheduler.post(StepSettled(done))
             case Opened(model, stats):
-                self._due.pop(LOADING, None)
+                self._watchdog.heard(LOADING)
                 self._view.model = model
                 self._view.stats = stats
                 self._view.error = None
@@ -181,17 +237,3 @@ class GpuActor:
                 raise ModelRefused(ModelError(error.message))
             case Broke(error):
                 raise DeviceBroken(f"{type(error).__name__}: {error}") from error
-
-    def _arm(self, step: int, seconds: float) -> None:
-        self._due[step] = trio.current_time() + seconds
-        self._armed.set()
-
-    async def _watch(self) -> None:
-        while True:
-            self._armed = trio.Event()
-            if not self._due:
-                await self._armed.wait()
-                continue
-            await trio.sleep_until(min(self._due.values()))
-            if min(self._due.values(), default=math.inf) <= trio.current_time():
-                raise DeviceHung("the device gave no result in time")

@@ -65,6 +65,7 @@ class Conductor:
         self._device = device
         self._post = post
         self._under_way = 0
+        self._opened = False
         self._broken = False
 
     def perform(self, command: WorkerCommand) -> None:
@@ -107,8 +108,10 @@ class Conductor:
     def _open(self) -> None:
         self._under_way = 0
         try:
-            if self._broken:
+            # Rows and states of the time before, if any, belong to nobody now.
+            if self._opened:
                 self._device.close()
+            self._opened = True
             model = self._device.open()
         except TroupeError as error:
             self._post(OpenFailed(error))
