@@ -54,8 +54,8 @@ class Outbox:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._parts:
             first, pieces = self._parts.pop(0)
-            if not self._parts:
-                self._waiting_since = None
+            # Whoever reads is there: what is left has begun to wait now.
+            self._waiting_since = trio.current_time() if self._parts else None
             return TextDelta(first.channel, "".join(pieces))
         assert self._end is not None
         return self._end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from mlx_troupe.runtime.requests import (
     TokenPrompt,
 )
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.text.tokenizer import TemplateError
+from mlx_troupe.runtime.text.tokenizer import TemplateError, Tokenizer
 
 SETTINGS = Settings(Path("/nowhere"), "scripted", batch=4, queue=8)
 
@@ -53,14 +53,16 @@ class WordTokenizer:
 
 @asynccontextmanager
 async def company(
-    device: ScriptedDevice | None = None, settings: Settings = SETTINGS, **changes: object
+    device: ScriptedDevice | None = None,
+    settings: Settings = SETTINGS,
+    *,
+    tokenizer: Callable[[], Tokenizer] = WordTokenizer,
+    **changes: object,
 ) -> AsyncIterator[tuple[Runtime, ScriptedDevice]]:
     """A runtime on a scripted device."""
     device = device or ScriptedDevice()
     settings = replace(settings, **changes)  # type: ignore[arg-type]
-    async with open_runtime(
-        settings, tokenizer=WordTokenizer, worker=InlineWorker(device)
-    ) as runtime:
+    async with open_runtime(settings, tokenizer=tokenizer, worker=InlineWorker(device)) as runtime:
         await runtime.wait_ready()
         yield runtime, device
 
@@ -92,8 +94,39 @@ async def run(runtime: Runtime, request: GenerationRequest) -> tuple[str, Finish
         return await read(generation)
 
 
+def words(ids: Sequence[int]) -> str:
+    """What ids spell."""
+    return "".join(f" {i}" for i in ids if i)
+
+
+def counted(start: int, tokens: int) -> str:
+    """What a row whose prompt ends with ``start`` says on the counting script."""
+    return words([(start - 1 + i) % 999 + 1 for i in range(1, tokens + 1)])
+
+
+def nothing_left(runtime: Runtime, device: ScriptedDevice) -> None:
+    """Raise AssertionError if a settled runtime holds on to anything."""
+    core, cache = runtime.scheduler.core, runtime.cache.core
+    core.check_integrity()
+    cache.check_integrity()
+    assert not core.everyone(), "rows are left in the scheduler"
+    assert not device.rows, "rows are left on the device"
+    assert cache.leases == 0, "a lease was not returned"
+    assert set(device.snapshots) == set(cache.snapshots()), "a kept state leaked"
+    stats = runtime.stats()
+    assert stats["requests"] == {"active": 0}
+    batch = stats["batch"]
+    assert isinstance(batch, dict)
+    assert (batch["active_rows"], batch["pending_rows"]) == (0, 0)
+
+
 async def settle(runtime: Runtime) -> None:
-    """Wait until nothing is active any more."""
-    while runtime.stats()["requests"]["active"] or runtime.scheduler.core.everyone():  # type: ignore[index]
+    """Wait until nothing is active any more and no step is under way."""
+    while runtime.stats()["requests"] != {"active": 0} or _is_busy(runtime):
         await trio.sleep(0.01)
     await trio.sleep(0.1)
+
+
+def _is_busy(runtime: Runtime) -> bool:
+    core = runtime.scheduler.core
+    return bool(core.everyone()) or core.in_flight > 0
