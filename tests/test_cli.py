@@ -66,7 +66,7 @@ class Asked:
         self.device = ScriptedDevice(decode_seconds=0, prefill_token_seconds=0)
         self._open = system.open_runtime
 
-    def find(self, query: str | None) -> Found:
+    def find(self, query: str | None, *, offline: bool = False) -> Found:
         """Stands in for ``find_model``."""
         self.queries.append(query)
         return Found(Path("/nowhere"), query or "starter")
@@ -180,7 +180,7 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
 def test_a_model_that_is_not_found_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 1, the message, and no traceback."""
 
-    def find(query: str | None) -> Found:
+    def find(query: str | None, *, offline: bool) -> Found:
         raise ModelError(f"no model matches {query}")
 
     monkeypatch.setattr(models, "find_model", find)
@@ -214,7 +214,7 @@ def test_faults_of_ours_keep_their_traceback() -> None:
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status is the shell's for an interrupt, also out of a nursery."""
 
-    def find(query: str | None) -> Found:
+    def find(query: str | None, *, offline: bool) -> Found:
         raise BaseExceptionGroup("", [KeyboardInterrupt()])
 
     monkeypatch.setattr(models, "find_model", find)

@@ -20,7 +20,7 @@ from ...runtime.requests import ChatPrompt, SamplingRequest
 from .conversation import Ask, Conversation, Leave, Note
 from .errors import plain_error
 from .local import Wishes, answer, open_ready, settings_for_one
-from .options import dtype_option, model_argument, sampling_options
+from .options import dtype_option, model_argument, offline_option, sampling_options
 from .render import Printer
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ In the chat /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
 @sampling_options
 @dtype_option
+@offline_option
 def chat(
     model: str | None,
     system: str,
@@ -53,6 +54,7 @@ def chat(
     top_p: float | None,
     top_k: int | None,
     dtype: Dtype,
+    offline: bool,
 ) -> None:
     """Talk to MODEL in this terminal: no server is needed.
 
@@ -62,9 +64,11 @@ def chat(
 
     from .models import find_model
 
-    settings = settings_for_one(find_model(model), dtype)
+    found = find_model(model, offline=offline)
     wishes = Wishes(max_tokens, SamplingRequest(temperature=temperature, top_p=top_p, top_k=top_k))
-    trio.run(converse, settings, wishes, Conversation(system))
+    if sys.stdin.isatty():
+        click.echo(f"Loading {found.name} ({found.source}) ...", err=True)
+    trio.run(converse, settings_for_one(found, dtype), wishes, Conversation(system))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,6 @@ async def converse(settings: Settings, wishes: Wishes, conversation: Conversatio
     import trio
 
     person = sys.stdin.isatty()
-    if person:
-        click.echo(f"Loading {settings.name} ...", err=True)
     async with open_ready(settings) as runtime:
         if person:
             click.echo("Ready. /help lists the commands, Ctrl-D leaves.", err=True)

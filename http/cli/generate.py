@@ -20,7 +20,7 @@ from ...runtime.requests import (
     TextPrompt,
 )
 from .local import Wishes, answer, open_ready, settings_for_one
-from .options import dtype_option, model_argument, sampling_options
+from .options import dtype_option, model_argument, offline_option, sampling_options
 from .render import Printer
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ Examples:
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead.")
 @dtype_option
+@offline_option
 def generate(
     model: str | None,
     prompt: str | None,
@@ -60,6 +61,7 @@ def generate(
     seed: int | None,
     as_json: bool,
     dtype: Dtype,
+    offline: bool,
 ) -> None:
     """Answer one prompt with MODEL. Speed goes to standard error, the answer to standard output.
 
@@ -74,7 +76,8 @@ def generate(
     wanted = TextPrompt(text) if raw else ChatPrompt((Message("user", text),))
     request = Wishes(max_tokens, sampling).request(wanted)
     trial = Trial(Printer(quiet=as_json))
-    finished = trio.run(trial.run, settings_for_one(find_model(model), dtype), request)
+    found = find_model(model, offline=offline)
+    finished = trio.run(trial.run, settings_for_one(found, dtype), request)
     if as_json:
         click.echo(json.dumps(trial.picture(finished), ensure_ascii=False))
     else:

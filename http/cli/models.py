@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ...runtime.store.resolve import ResolvedModel
 
 
-def find_model(query: str | None) -> ResolvedModel:
+def find_model(query: str | None, *, offline: bool = False) -> ResolvedModel:
     """The model that ``query`` names, downloaded and converted if need be. Raises ModelError."""
     prepare_device()
     from ...runtime.store.resolve import resolve
 
     with ProgressBar() as bar:
-        return resolve(query, progress=bar)
+        return resolve(query, progress=bar, offline=offline)
 
 
 def prepare_device() -> None:

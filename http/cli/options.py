@@ -32,6 +32,11 @@ def model_argument(command: Command) -> Command:
     return click.argument("model", required=False)(command)
 
 
+def offline_option(command: Command) -> Command:
+    """``--offline``."""
+    return click.option("--offline", is_flag=True, help="Never download anything.")(command)
+
+
 def sampling_options(command: Command) -> Command:
     """``--temperature``, ``--top-p``, ``--top-k``: defaults of a server, values of a command."""
     for option in (

@@ -21,6 +21,7 @@ from .options import (
     default_prompt_cache,
     dtype_option,
     model_argument,
+    offline_option,
     sampling_options,
 )
 
@@ -70,6 +71,7 @@ LOOPBACK = ("127.", "localhost", "::1")
     help="Most requests that wait; further ones are refused with 429.",
 )
 @dtype_option
+@offline_option
 @click.option(
     "--prompt-cache",
     metavar="GB",
@@ -121,8 +123,8 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     check_address(host, port)
-    found = find_model(model)
-    click.echo(f"Loading {found.name} ...", err=True)
+    found = find_model(model, offline=flags["offline"])
+    click.echo(f"Loading {found.name} ({found.source}) ...", err=True)
     settings = Settings(
         model=found.path,
         name=found.name,
