@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers as pre
 
 from mlx_troupe.runtime.engine.tokenizer import load_tokenizer
 from mlx_troupe.runtime.errors import InvalidRequest, ModelError
-from mlx_troupe.runtime.requests import ChatPrompt, Message, TextPrompt
+from mlx_troupe.runtime.requests import Channel, ChatPrompt, Message, TextDelta, TextPrompt
 from mlx_troupe.runtime.text.detokenizer import (
     TableDetokenizer,
     WindowDetokenizer,
@@ -135,6 +135,7 @@ def save(
         "bos_token": "<s>",
         "unk_token": "<unk>",
         "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(plain | dict(config or {})))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -268,13 +269,14 @@ def test_only_special_tokens_spell_nothing(loaded: dict[str, Any]) -> None:
 
 def test_a_special_thinking_marker_is_still_text(tmp_path: Path) -> None:
     """Some models mark the tags as special; the splitter must see them all the same."""
-    made = byte_level()
-    made.add_special_tokens(["<think>", "</think>"])
-    tokenizer = load_tokenizer(save(tmp_path, made))
+    content = json.loads(byte_level().to_str())
+    for token in content["added_tokens"]:
+        token["special"] |= "think" in token["content"]
+    tokenizer = load_tokenizer(save(tmp_path, Tokenizer.from_str(json.dumps(content))))
     ids = tokenizer.encode("<think>a</think>b", add_special_tokens=False)
     stream = TextStream(tokenizer, markers=tokenizer.think_markers)
-    texts = [d.text for i in ids for d in stream.feed(i)] + [d.text for d in stream.finish()]
-    assert texts == ["a", "b"]
+    deltas = [*(d for i in ids for d in stream.feed(i)), *stream.finish()]
+    assert deltas == [TextDelta(Channel.REASONING, "a"), TextDelta(Channel.CONTENT, "b")]
 
 
 def test_markers_that_only_the_template_spells_are_found(tmp_path: Path) -> None:
@@ -411,6 +413,19 @@ def test_the_next_turn_of_a_sentencepiece_model_keeps_its_ids_too(tmp_path: Path
     before, after = next_turn(tokenizer, answer_ids)
     expected = (*before, *answer_ids)
     assert after[: len(expected)] == expected
+
+
+def test_template_text_that_cannot_be_encoded_apart_costs_only_the_reuse(tmp_path: Path) -> None:
+    """Plain text after an answer would get a second blank from a SentencePiece tokenizer."""
+    template = "<s>{% for m in messages %}<|im_start|>{{ m.content }} END{% endfor %}"
+    made = sentencepiece(bos=False)
+    tokenizer = load_tokenizer(save(tmp_path, made, chat_template__jinja=template))
+    answer, provenance = "fox", Provenance()
+    provenance.remember(answer, tuple(unusual_pieces(made, answer)))
+    history = (Message("user", "a"), Message("assistant", answer), Message("user", "b"))
+    prompt = ChatPrompt(history)
+    plain = PromptBuilder(tokenizer, Provenance()).build(prompt)
+    assert PromptBuilder(tokenizer, provenance).build(prompt) == plain
 
 
 def unusual_pieces(made: Tokenizer, text: str) -> list[int]:
