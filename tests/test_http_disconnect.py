@@ -13,6 +13,7 @@ import h2.events
 import pytest
 import trio
 import trio.testing
+from quart import Response
 
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.seams import HttpSettings
@@ -110,6 +111,28 @@ async def test_leaving_before_the_reply_begins() -> None:
             while runtime.active:
                 await trio.testing.wait_all_tasks_blocked(0.05)
     assert runtime.entered == runtime.left
+
+
+async def test_leaving_between_the_handler_and_its_body() -> None:
+    """A generation that was admitted is left even if its stream never came to begin."""
+    runtime = ScriptedRuntime()
+    app = create_app(runtime, SETTINGS)
+    admitted = trio.Event()
+
+    async def hold(response: Response) -> Response:
+        admitted.set()
+        await trio.sleep_forever()
+        return response
+
+    app.after_request(hold)
+    async with serving(app) as url:
+        client = await connect(url)
+        await client.send_all(raw_request(stream=True))
+        with trio.fail_after(PATIENCE):
+            await admitted.wait()
+            assert runtime.active == 1
+            await client.aclose()
+            await runtime.wait_left(1)
 
 
 @pytest.mark.parametrize("kind", ["reset stream", "close connection"])
