@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -306,6 +307,53 @@ def test_forks_of_a_live_row_equal_rows_of_their_own(
         assert driver.tokens[row][: len(wanted)] == wanted, f"row {row}"
 
 
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("qwen3", 2)])
+def test_any_schedule_gives_every_row_its_solo_ids(
+    family: str, seed: int, checkpoints: Callable[..., Path], drive: Callable[..., Driver]
+) -> None:
+    """Random starts, forks, keeps, pauses and ends: what a row makes never depends on them."""
+    path, driver, dice = checkpoints(family), drive(family), random.Random(seed)
+    whole: dict[RowId, tuple[int, ...]] = {}
+    saved: dict[SnapshotId, tuple[int, ...]] = {}
+    live: list[RowId] = []
+    for turn in range(14):
+        driver.drain()
+        known = {row: (*whole[row], *driver.tokens[row])[:-1] for row in live}
+        leaving = [row for row in live if len(live) > 3 and dice.random() < 0.4]
+        keeps = tuple(
+            KeepRow(row, dice.randint(1, len(known[row])), SnapshotId(100 * turn + row))
+            for row in live
+            if dice.random() < 0.3
+        )
+        row = RowId(turn + 1)
+        ids, source = prompt(dice.randint(2, 30), turn), Cold()
+        donor: tuple[Source, tuple[int, ...]] | None = None
+        if live and dice.random() < 0.5:
+            chosen = dice.choice(live)
+            length = dice.randint(1, len(known[chosen]))
+            donor = FromRow(chosen, length), known[chosen][:length]
+        elif saved and dice.random() < 0.7:
+            snapshot = dice.choice(list(saved))
+            length = dice.randint(1, len(saved[snapshot]))
+            donor = FromSnapshot(snapshot, length), saved[snapshot][:length]
+        if donor is not None:
+            ids = (*donor[1], *ids)
+        whole[row] = ids
+        driver.start(row, ids, donor[0] if donor else source, keep=keeps, end=tuple(leaving))
+        saved |= {keep.snapshot: known[keep.row][: keep.length] for keep in keeps}
+        live = [r for r in live if r not in leaving] + [row]
+        for _ in range(dice.randint(1, 5)):
+            driver.step(decode=tuple(dice.sample(live, dice.randint(1, len(live)))))
+    driver.drain()
+    assert not driver.failed
+    assert all(isinstance(kept, SnapshotMade) for kept in driver.kept.values())
+    tried = [row for row in whole if len(driver.tokens[row]) > 1]
+    assert len(tried) > 8
+    for row in tried:
+        wanted = sure(*oracle(path, whole[row], len(driver.tokens[row])))
+        assert driver.tokens[row][: len(wanted)] == wanted, f"row {row}"
+
+
 def test_what_cannot_be_kept_is_skipped_with_the_reason(drive: Callable[..., Driver]) -> None:
     """Too long, turned rings, recurrent states two tokens back, strangers: skipped, not failed."""
     driver = drive("mamba")
@@ -467,7 +515,7 @@ def test_memory_comes_back_when_rows_are_gone(family: str, drive: Callable[..., 
     for end in (True, False):
         for row in (A, B, C):
             driver.start(row, prompt(300, int(row)))
-        driver.decode(3, A, B, C, keep=(KeepRow(A, 299, KEPT),))
+        driver.decode(1, A, B, C, keep=(KeepRow(A, 299, KEPT),))
         busy = driver.device.stats()
         assert busy.kv_bytes > 0
         assert busy.snapshot_bytes > 0
@@ -475,10 +523,12 @@ def test_memory_comes_back_when_rows_are_gone(family: str, drive: Callable[..., 
             driver.step(end=(A, B, C))
             driver.drain()
         else:
-            driver.step(decode=(A, B, C))
+            driver.device.release((KEPT,))
+            driver.step(decode=(A, B, C), keep=(KeepRow(B, 299, SnapshotId(9)),))
             driver.device.drop_rows()
             driver._under_way = 0
         driver.device.release((KEPT,))
+        mx.synchronize()
         driver.device.idle()
         after = driver.device.stats()
         assert (after.rows, after.kv_bytes, after.snapshot_bytes) == (0, 0, 0)

@@ -133,12 +133,12 @@ class MLXDevice:
             raise RuntimeError(f"{MAX_UNDER_WAY} steps are under way already")
         forward, states = self._opened()
         step = _Step(plan.step, time.perf_counter())
-        states.begin_step()
         for keep in plan.keep:
             kept = states.keep(keep, self._rows, forward)
             step.kept.append((self._rows.get(keep.row), kept))
         for start in plan.start:
             self._start(start, states, forward, step)
+        states.end_copies()
         for row in plan.end:
             self._end(row)
         self._prefill(plan.prefill, forward, step)
@@ -174,7 +174,9 @@ class MLXDevice:
             self._states.release(snapshots)
 
     def drop_rows(self) -> None:
-        """Forget every row and every step under way."""
+        """Forget every row, every step under way and the states that it was about to report."""
+        for step in self._steps:
+            self.release(tuple(result.snapshot for _, result in step.kept))
         self._rows.clear()
         self._steps.clear()
         if self._make_forward is not None:

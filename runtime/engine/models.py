@@ -27,6 +27,8 @@ from ..settings import Dtype
 EXPANDED_SHARE = 0.6
 """Weights may be expanded to float32 up to this share of the memory that is free."""
 
+_EXPANDING_STREAMS = 4
+
 _WINDOW_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -167,12 +169,24 @@ def _expand(model: Module, dtype: Dtype) -> str:
         case "keep":
             return "as stored"
         case "float32" | "bfloat16":
+            _expand_layers(model, getattr(mx, dtype))
             _cast(dequantize_model(model), getattr(mx, dtype))
             return dtype
         case "auto":
             roomy = _num_parameters(model) * 4 < EXPANDED_SHARE * available_memory()
             on_cpu = mx.default_device() != mx.gpu
             return _expand(model, "float32" if on_cpu and roomy else "keep")
+
+
+def _expand_layers(model: Any, dtype: mx.Dtype) -> None:
+    """On a CPU: expand the layers on a stream a core, since one stream uses one core."""
+    if mx.default_device() == mx.gpu or dtype != mx.float32:
+        return
+    streams = [mx.new_stream(mx.cpu) for _ in range(min(_EXPANDING_STREAMS, os.cpu_count() or 1))]
+    layers = [x for x in getattr(model, "layers", ()) if isinstance(x, Module)]
+    for number, layer in enumerate(layers):
+        with mx.stream(streams[number % len(streams)]):
+            _cast(dequantize_model(layer), dtype)
 
 
 def _num_parameters(model: Any) -> int:

@@ -41,8 +41,8 @@ class States:
         self._snapshots = Snapshots()
         self._copies: dict[tuple[RowId, int], list[Any]] = {}
 
-    def begin_step(self) -> None:
-        """Rows move on: copies of the step before are not theirs any more."""
+    def end_copies(self) -> None:
+        """The step's keeps and starts are done: forget the copies that they shared."""
         self._copies.clear()
 
     def keep(
