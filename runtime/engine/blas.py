@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+import math
 import os
 import platform
 import sys
@@ -29,6 +30,7 @@ _MODERN_CORES = frozenset(
     {"haswell", "zen", "excavator", "skylakex", "cooperlake", "sapphirerapids"}
 )
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_LAYER_LIBRARIES = {"TBB": "libtbb.so.12", "INTEL": "libiomp5.so", "GNU": "libgomp.so.1"}
 _MKL_BRANCHES = {4: "SSE2", 8: "SSE4.2", 9: "AVX", 10: "AVX2", 12: "AVX512", 14: "AVX512_E1"}
 
 
@@ -109,8 +111,30 @@ def _load_openblas() -> BlasReport | None:
         library = _open(name)
         report = library and _describe_openblas(library)
         if library and report:
-            return _with_right_core(name, library, report)
+            return _within_quota(_with_right_core(name, library, report))
     return None
+
+
+def _within_quota(report: BlasReport) -> BlasReport:
+    """Use no more threads than the container may run at once; more would only wait in turn."""
+    cores = usable_cores()
+    if report.threads <= cores or "OPENBLAS_NUM_THREADS" in os.environ:
+        return report
+    ctypes.CDLL(report.path or None).openblas_set_num_threads(cores)
+    return replace(report, threads=cores)
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: its affinity, and its cgroup's quota rounded up."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return cores
 
 
 def _open(name: str) -> ctypes.CDLL | None:
@@ -182,19 +206,22 @@ def _load_mkl() -> BlasReport | None:
     if path is None:
         return None
     os.environ.setdefault("MKL_INTERFACE_LAYER", "LP64")
-    if "MKL_THREADING_LAYER" not in os.environ:
-        os.environ["MKL_THREADING_LAYER"] = _threading_layer(path.parent)
+    wanted = os.environ.get("MKL_THREADING_LAYER", "TBB").upper()
+    os.environ["MKL_THREADING_LAYER"] = _threading_layer(wanted, path.parent)
     library = _open(str(path))
-    return library and _describe_mkl(library, path)
+    return _describe_mkl(library, path) if library else None
 
 
-def _threading_layer(folder: Path) -> str:
-    """TBB where its library came with MKL, else one thread.
+def _threading_layer(wanted: str, folder: Path) -> str:
+    """``wanted`` where its library can be loaded, else one thread.
 
-    MKL ends the process when the library of its threading layer cannot be found, hence loaded by
-    path first. The OpenMP layers spin at barriers and stall for milliseconds on a busy machine.
+    MKL ends the process when the library of its threading layer cannot be found, hence it is
+    loaded here first. TBB is the default since the OpenMP layers spin at barriers and stall for
+    milliseconds when the machine is busy.
     """
-    return "TBB" if _open(str(folder / "libtbb.so.12")) else "SEQUENTIAL"
+    name = _LAYER_LIBRARIES.get(wanted)
+    found = name and (_open(str(folder / name)) or _open(name))
+    return wanted if found else "SEQUENTIAL"
 
 
 def _find_mkl() -> Path | None:

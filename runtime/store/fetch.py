@@ -163,7 +163,8 @@ def _find_url(client: httpx.Client, index: str, wheel: Wheel) -> str:
     page = client.get(f"{index.rstrip('/')}/{wheel.project}/", headers={"Accept": _ACCEPT})
     page.raise_for_status()
     if _JSON in page.headers.get("content-type", ""):
-        links = (file["url"] for file in page.json()["files"] if file["filename"] == wheel.filename)
+        files = page.json()["files"]
+        links = (str(file["url"]) for file in files if file["filename"] == wheel.filename)
     else:
         hrefs = re.findall(r"href=[\"']([^\"']+)[\"']", page.text)
         links = (html.unescape(href) for href in hrefs if wheel.filename in href)

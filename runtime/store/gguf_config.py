@@ -45,7 +45,7 @@ class Metadata:
         """The value of ``key``, or ``default``; raises ModelError if it is of another type."""
         value = self._values.get(key, default)
         if isinstance(default, float) and isinstance(value, int):
-            return float(value)
+            value = float(value)
         if not isinstance(value, type(default)):
             raise ModelError(f"{self._name}: metadata {key} is not a {type(default).__name__}")
         return value

@@ -179,7 +179,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self._array()
         scalar = self._numbers(kind, 1)[0]
-        return bool(scalar) if kind == _BOOL else scalar.item()  # type: ignore[no-any-return]
+        return bool(scalar) if kind == _BOOL else scalar.item()
 
     def _array(self) -> Value:
         kind, count = self._unpack("<I"), self._unpack("<Q")

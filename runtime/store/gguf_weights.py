@@ -152,7 +152,8 @@ def _unpack_affine(kind: str, rows: npt.NDArray[np.uint8]) -> dict[str, Array]:
 def _in_order(body: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Nibbles from (j, j + 16) sharing byte j to (2 j, 2 j + 1) sharing it."""
     nibbles = np.concatenate([body & 0x0F, body >> 4], axis=-1)
-    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    ordered: npt.NDArray[np.uint8] = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    return ordered
 
 
 def _unpermute(part: Array, heads: int) -> Array:

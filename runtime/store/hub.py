@@ -65,7 +65,7 @@ def _explain(repo_id: str, error: Exception) -> str:
 
 def _bar_class(progress: Progress, what: str) -> type[Any]:
     """A silent progress bar that passes the bytes of the whole download on."""
-    from tqdm.auto import tqdm
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
