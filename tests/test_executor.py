@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -545,3 +546,22 @@ def test_the_pipeline_holds_two_steps(drive: Callable[..., Driver]) -> None:
     assert [device.settle().step, device.settle().step] == [1, 2]
     with pytest.raises(RuntimeError, match="under way"):
         device.settle()
+
+
+def test_the_device_works_on_a_thread_of_its_own(checkpoints: Callable[..., Path]) -> None:
+    """Made on one thread, then opened, run and closed on another, as the GPU actor does."""
+    path = checkpoints("llama", bits=4)
+    device = MLXDevice(path, name="tiny", dtype="auto")
+
+    def run() -> list[int]:
+        device.open()
+        start = StartRow(A, (5, 6), GREEDY, Cold())
+        chunk = PrefillRow(A, 1)
+        device.launch(StepPlan(StepId(1), start=(start,), prefill=(chunk,), decode=(A,)))
+        device.launch(StepPlan(StepId(2), decode=(A,)))
+        done = (device.settle(), device.settle())
+        device.close()
+        return [sampled.token for step in done for sampled in step.sampled]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(run).result()) == 2
