@@ -58,6 +58,8 @@ class KVCacheActor:
         self._gpu = gpu
         self._model: ModelInfo | None = view.model
         self._in_hand: CacheMessage | None = None
+        # Every state that was put and not yet released, whatever a torn index may say of it.
+        self._held: set[SnapshotId] = set()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -82,7 +84,7 @@ class KVCacheActor:
                     pass
                 case _:
                     assert_never(message)
-        self._scheduler.post(CacheLost(self.core.snapshots()))
+        self._scheduler.post(CacheLost(tuple(self._held)))
 
     def _take(self, message: CacheMessage) -> None:
         match message:
@@ -102,6 +104,7 @@ class KVCacheActor:
                 self._model = model
             case DeviceLost():
                 self._model = None
+                self._held.clear()
                 self.core = PrefixCore(self._budget)
             case _:
                 assert_never(message)
@@ -117,6 +120,7 @@ class KVCacheActor:
         model = self._model
         if model is None:
             return
+        self._held.add(message.snapshot)
         result = self.core.put(
             message.ids,
             model.namespace,
@@ -129,4 +133,5 @@ class KVCacheActor:
 
     def _release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         if snapshots:
+            self._held.difference_update(snapshots)
             self._gpu.post(Release(snapshots))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import trio
 
@@ -34,6 +35,7 @@ from mlx_troupe.runtime.device import (
 from .messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
 from .worker import Conductor
 
+Call: TypeAlias = Literal["open", "launch", "settle"]
 Script = Callable[[tuple[int, ...]], int]
 """The next token after all ids of a row so far."""
 
@@ -68,6 +70,9 @@ class ScriptedDevice:
         model: what it claims to be.
         script: the model.
         decode_seconds, prefill_token_seconds, open_seconds: what things cost in virtual time.
+
+    Faults to order: ``fail_next`` is raised once, by the next call or by the next one that
+    ``fail_on`` names; rows in ``poisoned`` fail at their first decode.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class ScriptedDevice:
         self.plans: list[StepPlan] = []
         self.opened = 0
         self.fail_next: Exception | None = None
+        self.fail_on: Call | None = None
         self.poisoned: set[RowId] = set()
         self._under_way: deque[StepDone] = deque()
         self._seen: set[RowId] = set()
@@ -96,13 +102,13 @@ class ScriptedDevice:
 
     def open(self) -> ModelInfo:
         """Always succeeds, unless ``fail_next`` is set."""
-        self._maybe_fail()
+        self._maybe_fail("open")
         self.opened += 1
         return self.model
 
     def launch(self, plan: StepPlan) -> None:
         """Carry the plan out at once and remember its result for :meth:`settle`."""
-        self._maybe_fail()
+        self._maybe_fail("launch")
         if len(self._under_way) >= 2:
             raise ContractBroken("three steps under way")
         self.plans.append(plan)
@@ -124,7 +130,7 @@ class ScriptedDevice:
 
     def settle(self) -> StepDone:
         """The oldest result."""
-        self._maybe_fail()
+        self._maybe_fail("settle")
         return self._under_way.popleft()
 
     def seconds(self) -> float:
@@ -163,7 +169,9 @@ class ScriptedDevice:
         self.drop_rows()
         self.snapshots.clear()
 
-    def _maybe_fail(self) -> None:
+    def _maybe_fail(self, call: Call) -> None:
+        if self.fail_on not in (None, call):
+            return
         error, self.fail_next = self.fail_next, None
         if error is not None:
             raise error
@@ -255,7 +263,7 @@ class InlineWorker:
         self._commands, self._inbox = trio.open_memory_channel[WorkerCommand](10_000)
         self._events: deque[WorkerEvent] = deque()
         self._conductor = Conductor(_as_device(device), self._events.append)
-        self._under_way = 0
+        self._current: WorkerCommand | None = None
 
     def start(self) -> None:
         """Nothing to start: commands are carried out by :meth:`receive`."""
@@ -267,8 +275,11 @@ class InlineWorker:
     async def receive(self) -> WorkerEvent:
         """Carry out commands, spending their time, until one has something to say."""
         while not self._events:
-            command = await self._inbox.receive()
-            await trio.sleep(self._cost(command))
+            # A receiver that is cancelled in the middle leaves the command to the next one.
+            if self._current is None:
+                self._current = await self._inbox.receive()
+            await trio.sleep(self._cost(self._current))
+            command, self._current = self._current, None
             self._conductor.perform(command)
         return self._events.popleft()
 

@@ -122,9 +122,17 @@ def nothing_left(runtime: Runtime, device: ScriptedDevice) -> None:
 
 async def settle(runtime: Runtime) -> None:
     """Wait until nothing is active any more and no step is under way."""
-    while runtime.stats()["requests"] != {"active": 0} or _is_busy(runtime):
-        await trio.sleep(0.01)
+    await until(lambda: runtime.stats()["requests"] == {"active": 0} and not _is_busy(runtime))
     await trio.sleep(0.1)
+
+
+async def until(condition: Callable[[], object], pause: float = 0.001) -> None:
+    """Wait, in small steps of virtual time, until something holds."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await trio.sleep(pause)
+    raise AssertionError("it never came to hold")
 
 
 def _is_busy(runtime: Runtime) -> bool:

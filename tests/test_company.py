@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from company import SETTINGS, ask, company, counted, nothing_left, read, run, settle, words
+from company import SETTINGS, ask, company, counted, nothing_left, read, run, settle, until, words
 from core_rig import PLAIN, mixed, solo
 
 from mlx_troupe.actors.gpu import ModelRefused
@@ -147,14 +147,13 @@ async def test_text_is_merged_for_a_slow_reader_and_none_is_lost(autojump_clock:
 
 async def test_a_slow_reader_holds_nobody_up(autojump_clock: object) -> None:
     """A client that does not read delays neither the batch nor the end of its own row."""
-    async with company() as (runtime, device):
-        async with runtime.generate(ask(1, max_tokens=50)) as slow:
-            began = trio.current_time()
-            await run(runtime, ask(2, max_tokens=50))
-            assert trio.current_time() - began < 1.0
-            await settle(runtime)
-            assert not device.rows
-            assert (await read(slow))[0] == counted(1, 50)
+    async with company() as (runtime, device), runtime.generate(ask(1, max_tokens=50)) as slow:
+        began = trio.current_time()
+        await run(runtime, ask(2, max_tokens=50))
+        assert trio.current_time() - began < 1.0
+        await settle(runtime)
+        assert not device.rows
+        assert (await read(slow))[0] == counted(1, 50)
 
 
 async def test_a_client_that_reads_nothing_for_two_minutes_is_cut(autojump_clock: object) -> None:
@@ -192,7 +191,7 @@ async def test_reading_one_channel_counts_as_reading(autojump_clock: object) -> 
             first = await generation.next_event()
             await trio.sleep(100)
             second = await generation.next_event()
-            rest, end = await read(generation)
+            _, end = await read(generation)
     assert isinstance(first, TextDelta)
     assert first.channel is Channel.REASONING
     assert isinstance(second, TextDelta)
@@ -201,12 +200,6 @@ async def test_reading_one_channel_counts_as_reading(autojump_clock: object) -> 
 
 
 # ---- disconnects --------------------------------------------------------------------------
-
-
-async def until(condition: Any) -> None:
-    """Wait, in the smallest steps of virtual time, until something holds."""
-    while not condition():
-        await trio.sleep(0.001)
 
 
 @pytest.mark.parametrize("phase", ["WAITING", "LOOKING", "PREFILL", "DECODE"])
@@ -512,7 +505,7 @@ async def test_reasoning_is_split_off(autojump_clock: object) -> None:
     async with company(device, tokenizer=lambda: tokenizer) as (runtime, _):
         async with runtime.generate(text_request("x")) as generation:
             events = [event async for event in generation]
-    by_channel = {c: "" for c in Channel}
+    by_channel = dict.fromkeys(Channel, "")
     for event in events:
         if isinstance(event, TextDelta):
             by_channel[event.channel] += event.text
