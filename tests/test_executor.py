@@ -242,15 +242,16 @@ def test_a_kept_state_continues_where_it_was_cut(
     driver.start(A, ids)
     for _ in range(6):
         driver.step(decode=(A,))
-    known = [*ids, *solo(path, ids, 6)][:14]
-    driver.step(keep=(KeepRow(A, 14, KEPT),), end=(A,))
+    assert driver.device._rows[A].processed == 14
+    known = [*ids, *solo(path, ids, 6)][:13]
+    driver.step(keep=(KeepRow(A, 13, KEPT),), end=(A,))
     driver.drain()
     assert driver.device.stats().rows == 0
     made = driver.kept[KEPT]
     assert isinstance(made, SnapshotMade)
-    assert (made.length, made.nbytes) == (14, driver.device.stats().snapshot_bytes)
+    assert (made.length, made.nbytes) == (13, driver.device.stats().snapshot_bytes)
     question = [*known, *prompt(6, 9)]
-    driver.start(B, question, FromSnapshot(KEPT, 14))
+    driver.start(B, question, FromSnapshot(KEPT, 13))
     driver.decode(8, B)
     wanted = solo(path, question, 8)
     assert driver.tokens[B][: len(wanted)] == wanted
@@ -258,31 +259,35 @@ def test_a_kept_state_continues_where_it_was_cut(
     assert driver.device.stats().snapshot_bytes == 0
 
 
+@pytest.mark.parametrize("decoded", [0, 3])
 @pytest.mark.parametrize("family", ["llama", "sliding", "mamba", "lfm2"])
 def test_a_snapshot_outlives_its_continuations_unchanged(
-    family: str, drive: Callable[..., Driver]
+    family: str, decoded: int, drive: Callable[..., Driver]
 ) -> None:
     """Two rows grow from one state by prefill and by decode; its bytes stay as they were."""
-    driver, ids = drive(family), prompt(25)
+    driver, ids = drive(family), list(prompt(25))
     driver.start(A, ids)
-    driver.step(keep=(KeepRow(A, 24, KEPT),), decode=(A,))
+    driver.decode(decoded, A)
+    length = 24 + decoded
+    driver.step(keep=(KeepRow(A, length, KEPT),), decode=(A,))
     driver.drain()
+    ids += driver.tokens[A][:decoded]
 
     def image() -> list[np.ndarray]:
         states = driver.device._states
         assert states is not None
-        return [np.array(x) for x in arrays_of(states._snapshots.take(KEPT, 24))]
+        return [np.array(x) for x in arrays_of(states._snapshots.take(KEPT, length))]
 
     before = image()
-    driver.start(B, ids, FromSnapshot(KEPT, 24))
-    driver.start(C, [*ids[:24], *prompt(9, 5)], FromSnapshot(KEPT, 24))
+    driver.start(B, ids, FromSnapshot(KEPT, length))
+    driver.start(C, [*ids[:length], *prompt(9, 5)], FromSnapshot(KEPT, length))
     driver.decode(5, B)
     driver.decode(5, C)
     driver.decode(5, A, B, C)
     assert not driver.failed
     after = image()
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-    assert driver.tokens[B][:6] == driver.tokens[A][:6]
+    assert driver.tokens[B][:6] == driver.tokens[A][decoded : decoded + 6]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
