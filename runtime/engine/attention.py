@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
 
+from .activations import LOG2_E
+
 NAME = "scaled_dot_product_attention"
 
 
@@ -81,13 +83,13 @@ def attend_group(
     keys: mx.array,
     values: mx.array,
     scale: float,
-    mask: mx.array | None,
+    mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array:
     """Attention of one group, by MLX's fused kernel.
 
     Shapes: queries [n, H, L, D], keys and values [n, G, T, D] with H a multiple of G, mask bool
-    [n, 1, L, T].
+    [n, 1, L, T] or the word "causal".
     """
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks
@@ -97,16 +99,18 @@ def attend_group(
 def attend_group_folded(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """The same for the CPU, where MLX has no fused kernel.
+    """The same in float32 on the CPU, where MLX has no fused kernel.
 
     All heads of a key head become rows of one matrix product (a third of the products, for three
-    heads a key head, and each three times as large). Mask: bool [n, 1, L·H/G or 1, T].
+    heads a key head, and each three times as large), and the softmax is one of powers of two (see
+    ``activations`` for why). Mask: bool [n, 1, L·H/G or 1, T].
     """
     n, heads, columns, width = queries.shape
     kv_heads = keys.shape[1]
-    folded = (queries * scale).reshape(n, kv_heads, heads // kv_heads * columns, width)
-    scores = folded @ keys.swapaxes(-1, -2)
+    folded = queries.reshape(n, kv_heads, heads // kv_heads * columns, width)
+    scores = (folded * (scale * LOG2_E)) @ keys.swapaxes(-1, -2)
     if mask is not None:
-        scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
-    output = mx.softmax(scores, axis=-1, precise=True) @ values
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    weights = mx.power(2.0, scores - scores.max(axis=-1, keepdims=True))
+    output = (weights @ values) / weights.sum(axis=-1, keepdims=True)
     return output.reshape(n, heads, columns, values.shape[-1])

@@ -221,7 +221,7 @@ class LayerBuffers:
             keys, values = keys[:rows, :, :used], values[:rows, :, :used]
         if rows != queries.shape[0]:
             queries = queries[segment.start : segment.stop]
-        if step.on_cpu and sinks is None:
+        if step.on_cpu and sinks is None and queries.dtype == mx.float32:
             repeats = queries.shape[1] // keys.shape[1]
             mask = step.mask(segment, used, self.ring, window, repeats)
             return attend_group_folded(queries, keys, values, scale, mask)

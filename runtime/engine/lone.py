@@ -90,7 +90,7 @@ def _place_in_ring(array: mx.array, kept: int, offset: int, ring: int) -> mx.arr
     if offset <= ring:
         return mx.pad(array, [(0, 0), (0, 0), (first, 0), (0, 0)])
     array = mx.pad(array, [(0, 0), (0, 0), (0, ring - kept), (0, 0)])
-    return mx.roll(array, first % ring, axis=2)
+    return mx.roll(array, first % ring, 2)
 
 
 def _cut(array: mx.array, first: int, length: int, ring: int | None) -> mx.array:

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..device import RowId
+from .activations import install_swiglu
 from .attention import NAME, install_attention
 from .lone import window_of_cache
 
@@ -33,6 +34,7 @@ def why_not_batchable(model: nn.Module) -> str | None:
     if not names_attention(model):
         return f"{family} computes attention in a way of its own"
     install_attention()
+    install_swiglu()
     try:
         agree = rows_agree(model)
     except Exception as error:

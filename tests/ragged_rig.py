@@ -1,0 +1,138 @@
+"""Tiny models, their solo runs, and a batch whose every logit is compared with those."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import load_oracle, make_checkpoint, prompt
+
+from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.engine.attention import install_attention
+from mlx_troupe.runtime.engine.batch import RowBatch
+
+TOLERANCE = 1e-3
+WINDOW = 16
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-4-kv-heads": ("llama", {"num_key_value_heads": 4}),
+    "sliding": ("sliding", {}),
+    "short-window": ("sliding", {"sliding_window": 7}),
+    "mistral": ("llama", {"model_type": "mistral", "head_dim": 16}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@cache
+def model_named(name: str) -> nn.Module:
+    """One of ``MODELS``, made once, with our attention entry point in its module."""
+    family, config = MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_oracle(make_checkpoint(Path(folder) / name, family, **config))
+        mx.eval(model.parameters())
+    object.__setattr__(model, "solo_runs", {})
+    install_attention()
+    return model
+
+
+def solo_prefill(model: nn.Module, ids: Sequence[int]) -> list[Any]:
+    """mlx-lm's own caches after ``ids``, taken in as generate_step does."""
+    caches = make_prompt_cache(model)
+    if ids:
+        model(mx.array([ids]), cache=caches)
+        mx.eval([c.state[:2] for c in caches])
+    return caches
+
+
+def solo_logits(model: nn.Module, ids: tuple[int, ...], prompt_length: int) -> mx.array:
+    """Teacher-forced logits [len(ids) - prompt_length, vocabulary], one token at a time."""
+    known = model.solo_runs
+    if (ids, prompt_length) not in known:
+        caches = solo_prefill(model, ids[:prompt_length])
+        steps = [model(mx.array([[token]]), cache=caches)[0, 0] for token in ids[prompt_length:]]
+        known[ids, prompt_length] = mx.stack(steps)
+        mx.eval(known[ids, prompt_length])
+    return known[ids, prompt_length]
+
+
+def assert_equal(got: mx.array, expected: mx.array) -> None:
+    """Design §5: logits within 1e-3, ids equal wherever the solo gap is at least twice that."""
+    assert bool(mx.isfinite(got).all().item()), "logits that are no numbers"
+    difference = mx.abs(got - expected).max().item()
+    assert difference <= TOLERANCE, f"logits differ by {difference}"
+    top = mx.sort(expected, axis=-1)
+    clear = (top[..., -1] - top[..., -2]) > 2 * TOLERANCE
+    same = got.argmax(-1) == expected.argmax(-1)
+    assert bool((same | ~clear).all().item()), "ids differ"
+
+
+class Troupe:
+    """A batch under test: rows with a fixed text each, compared at every step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.batch = RowBatch(model)
+        self.texts: dict[RowId, tuple[int, ...]] = {}
+        self.starts: dict[RowId, int] = {}
+        self.expected: dict[RowId, mx.array] = {}
+
+    def add(self, row: int, length: int, steps: int = 32) -> RowId:
+        """Join a row of ``length`` tokens, whose text goes on for ``steps`` more."""
+        name, text = RowId(row), prompt(length + steps, seed=row)
+        self.texts[name], self.starts[name] = text, length
+        self.expected[name] = solo_logits(self.model, text, length)
+        self.batch.join(name, solo_prefill(self.model, text[:length]))
+        return name
+
+    def drop(self, row: int, *, poisoned: bool = False) -> None:
+        self.batch.leave(RowId(row), poisoned=poisoned)
+
+    def forward(self, columns: int) -> mx.array:
+        """One pass with each row's own next tokens, not yet committed."""
+        caches = self.batch.begin(columns)
+        tokens = [
+            self.texts[row][self.batch.length(row) : self.batch.length(row) + columns]
+            for row in self.batch.rows
+        ]
+        logits = self.model(mx.array(tokens), cache=caches)
+        mx.eval(logits, self.batch.arrays)
+        return logits
+
+    def step(self, columns: int = 1, kept: Sequence[int] | None = None) -> None:
+        """One pass, every row's logits compared with its solo run."""
+        logits = self.forward(columns)
+        for i, row in enumerate(self.batch.rows):
+            at = self.batch.length(row) - self.starts[row]
+            assert_equal(logits[i], self.expected[row][at : at + columns])
+        self.batch.commit(columns if kept is None else kept)
+
+
+LENGTHS = (3, 60, 17, 1, 126, 40, 0, 62)
+
+
+def ragged_run(model: nn.Module) -> None:
+    """Rows of many lengths: capacities and windows are crossed, rows join and leave."""
+    troupe = Troupe(model)
+    for row, length in enumerate(LENGTHS[:4]):
+        troupe.add(row, length)
+    for _ in range(6):
+        troupe.step()
+    for row, length in enumerate(LENGTHS[4:], 4):
+        troupe.add(row, length)
+    troupe.step()
+    troupe.step(4)
+    troupe.drop(1)
+    troupe.drop(4)
+    for _ in range(6):
+        troupe.step()
+    troupe.drop(0)
+    troupe.add(9, 2)
+    troupe.step(4)
+    for _ in range(8):
+        troupe.step()
