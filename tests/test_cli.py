@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
 import socket
@@ -9,8 +10,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -20,19 +21,19 @@ import trio
 from click.testing import CliRunner, Result
 from company import WordTokenizer
 
-from mlx_troupe.actors import system
+from mlx_troupe.actors import blocking, system
 from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice, count_up
-from mlx_troupe.http.cli import chat as chat_module
 from mlx_troupe.http.cli import models
 from mlx_troupe.http.cli.conversation import Ask, Conversation, Leave, Note
 from mlx_troupe.http.cli.errors import plain_error
-from mlx_troupe.http.cli.local import Wishes
 from mlx_troupe.http.cli.main import cli
 from mlx_troupe.http.cli.progress import ProgressBar
 from mlx_troupe.http.cli.render import printable
 from mlx_troupe.http.cli.serve import run_server
+from mlx_troupe.runtime.engine import doctor as engine_doctor
+from mlx_troupe.runtime.engine.blas import BlasReport
+from mlx_troupe.runtime.engine.doctor import DoctorReport, Folder
 from mlx_troupe.runtime.errors import ModelError
-from mlx_troupe.runtime.requests import SamplingRequest
 from mlx_troupe.runtime.settings import Settings
 
 COMMANDS = ("serve", "chat", "generate", "get", "doctor")
@@ -62,9 +63,9 @@ class Asked:
 
     def __init__(self) -> None:
         self.queries: list[str | None] = []
-        self.settings: Settings | None = None
         self.device = ScriptedDevice(decode_seconds=0, prefill_token_seconds=0)
         self._open = system.open_runtime
+        self._open_blocking = blocking.open_blocking_runtime
 
     def find(self, query: str | None, *, offline: bool = False) -> Found:
         """Stands in for ``find_model``."""
@@ -74,10 +75,15 @@ class Asked:
     @asynccontextmanager
     async def open_runtime(self, settings: Settings) -> AsyncIterator[system.Runtime]:
         """Stands in for the real one."""
-        self.settings = settings
-        worker = InlineWorker(self.device)
-        async with self._open(settings, tokenizer=ChatTokenizer, worker=worker) as runtime:
+        async with self._open(settings, tokenizer=ChatTokenizer, worker=self._worker()) as runtime:
             yield runtime
+
+    def open_blocking(self, settings: Settings) -> AbstractContextManager[blocking.BlockingRuntime]:
+        """Stands in for the blocking twin."""
+        return self._open_blocking(settings, tokenizer=ChatTokenizer, worker=self._worker())
+
+    def _worker(self) -> InlineWorker:
+        return InlineWorker(self.device)
 
 
 @pytest.fixture
@@ -86,6 +92,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     stage = Asked()
     monkeypatch.setattr(models, "find_model", stage.find)
     monkeypatch.setattr(system, "open_runtime", stage.open_runtime)
+    monkeypatch.setattr(blocking, "open_blocking_runtime", stage.open_blocking)
     return stage
 
 
@@ -299,50 +306,69 @@ def test_conversation_keeps_only_what_was_answered() -> None:
     assert isinstance(conversation.hear("/"), Note)
 
 
-async def test_ctrl_c_stops_the_answer_and_nothing_else(asked: Asked) -> None:
+def test_ctrl_c_stops_the_answer_and_nothing_else(asked: Asked) -> None:
     """The answer so far is kept, and the next question is answered in full."""
-    send, receive = trio.open_memory_channel[int](1)
 
     def interrupted(ids: tuple[int, ...]) -> int:
         if ids[-1] == 200:
-            send.send_nowait(signal.SIGINT)
+            _thread.interrupt_main()
         return count_up(ids)
 
     asked.device.script = interrupted
-    greedy = SamplingRequest(temperature=0)
-    async with asked.open_runtime(SETTINGS) as runtime, receive:
-
-        async def say(line: str, max_tokens: int | None) -> str:
-            wishes = Wishes(max_tokens, greedy)
-            stage = chat_module.Stage(runtime, wishes, Conversation(), receive, person=False)
-            heard = stage.conversation.hear(line)
-            assert isinstance(heard, Ask)
-            return await chat_module._reply(stage, heard.prompt)
-
-        assert (await say("3", None)).startswith(" 4 5 6")
-        assert await say("7", 2) == " 8 9"
-
-
-async def test_ctrl_c_at_the_prompt_of_a_pipe_leaves(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody is there to be told of Ctrl-D."""
-    released = trio.Event()
-    monkeypatch.setattr(
-        chat_module, "_read_line", lambda person: trio.from_thread.run(released.wait)
-    )
-    send, receive = trio.open_memory_channel[int](1)
-    async with asked.open_runtime(SETTINGS) as runtime, receive:
-        wishes = Wishes(1, SamplingRequest())
-        stage = chat_module.Stage(runtime, wishes, Conversation(), receive, person=False)
-        await send.send(signal.SIGINT)
-        assert await chat_module._listen(stage) is None
-        released.set()
+    asked.device.model = replace(asked.device.model, context_window=100_000)
+    result = invoke("chat", "--temperature", "0", stdin="3\n999 0\n")
+    first, second = result.stdout.splitlines()
+    assert first.startswith(" 4 5 6")
+    assert "stopped" in result.stderr
+    prompts = [start.ids for plan in asked.device.plans for start in plan.start]
+    assert prompts[1] == (3, *map(int, first.split()), 999, 0)
+    assert second.startswith(" 1 2 3")
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
     """A model cannot move the cursor or set the title of a person's window."""
     assert printable("a\x1b]0;title\x07b\r\n\tc\x9b") == "a]0;titleb\n\tc"
+
+
+# ---- doctor ------------------------------------------------------------------------------------
+
+
+REPORT = DoctorReport(
+    version="0.1.0",
+    python="3.11.7",
+    system="Linux",
+    device="Device(cpu, 0), a CPU",
+    mlx_version="0.32",
+    mlx_build="cpu",
+    mlx_lm_version="0.32.2",
+    blas=BlasReport("openblas", path="/lib/libopenblas.so.0", core="Haswell", threads=2),
+    gemm_gflops=123.4,
+    processor="a CPU",
+    cores=2,
+    memory_total=24 << 30,
+    memory_available=20 << 30,
+    device_memory=None,
+    folders=(Folder("models", Path("/cache"), 1 << 30, 50 << 30),),
+    advice=("Add memory.",),
+)
+
+
+def test_doctor_prints_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every figure that is known, and the advice last."""
+    monkeypatch.setattr(engine_doctor, "inspect", lambda: REPORT)
+    told = invoke("doctor").stdout
+    for part in ("openblas, Haswell kernels, 2 threads", "123 GFLOP/s", "24.0 GiB, 20.0 GiB avail"):
+        assert part in told
+    assert told.endswith("\n- Add memory.\n")
+    assert "GPU memory" not in told
+
+
+def test_doctor_as_json_is_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines read the same figures."""
+    monkeypatch.setattr(engine_doctor, "inspect", lambda: REPORT)
+    picture = json.loads(invoke("doctor", "--json").stdout)
+    assert picture["blas"]["kind"] == "openblas"
+    assert picture["folders"][0]["path"] == "/cache"
 
 
 # ---- get, serve --------------------------------------------------------------------------------

@@ -1,15 +1,13 @@
 """``mlx-troupe chat``: a conversation in the terminal, or line by line through a pipe.
 
-The model runs in this process; no server is needed or started. One trio task talks to the user, a
-worker thread waits for input, and a signal receiver turns Ctrl-C into the end of one answer.
+The model runs in this process; no server is needed or started. The main thread talks to the user,
+so that Ctrl-C reaches it: it discards a line that is being typed, or ends an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
@@ -18,16 +16,13 @@ import click
 from ...runtime.errors import TroupeError
 from ...runtime.requests import ChatPrompt, SamplingRequest
 from .conversation import Ask, Conversation, Leave, Note
-from .errors import plain_error
 from .local import Wishes, answer, open_ready, settings_for_one
 from .options import dtype_option, model_argument, offline_option, sampling_options
 from .render import Printer
 
 if TYPE_CHECKING:
-    import trio
-
-    from ...actors.system import Runtime
-    from ...runtime.settings import Dtype, Settings
+    from ...actors.blocking import BlockingRuntime
+    from ...runtime.settings import Dtype
 
 EPILOG = """\b
 Examples:
@@ -60,105 +55,66 @@ def chat(
 
     Without MODEL: the one that you have, or the starter model.
     """
-    import trio
-
     from .models import find_model
 
     found = find_model(model, offline=offline)
     wishes = Wishes(max_tokens, SamplingRequest(temperature=temperature, top_p=top_p, top_k=top_k))
-    if sys.stdin.isatty():
+    person = sys.stdin.isatty()
+    if person:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() line editing and a history)
         click.echo(f"Loading {found.name} ({found.source}) ...", err=True)
-    trio.run(converse, settings_for_one(found, dtype), wishes, Conversation(system))
+    with open_ready(settings_for_one(found, dtype)) as runtime:
+        if person:
+            click.echo("Ready. /help lists the commands, Ctrl-D leaves.", err=True)
+        Stage(runtime, wishes, Conversation(system), person).talk()
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one conversation has at hand."""
+    """What one conversation has at hand. ``person``: someone types, it is not a pipe."""
 
-    runtime: Runtime
+    runtime: BlockingRuntime
     wishes: Wishes
     conversation: Conversation
-    signals: AsyncIterator[int]
     person: bool
 
+    def talk(self) -> None:
+        """The whole conversation, up to the end of the input."""
+        while (line := self._listen()) is not None:
+            match self.conversation.hear(line):
+                case Ask(prompt):
+                    self.conversation.answered(self._reply(prompt))
+                case Note(text):
+                    if text:
+                        click.echo(text, err=True)
+                case Leave():
+                    return
+                case never:
+                    assert_never(never)
 
-async def converse(settings: Settings, wishes: Wishes, conversation: Conversation) -> None:
-    """The whole conversation, from loading the model to the end of the input."""
-    import trio
+    def _listen(self) -> str | None:
+        """The next line; None at the end of the input. Ctrl-C discards what was typed."""
+        if not self.person:
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        while True:
+            try:
+                return input("> ")
+            except EOFError:
+                click.echo(err=True)
+                return None
+            except KeyboardInterrupt:
+                click.echo("\n(Ctrl-D leaves)", err=True)
 
-    person = sys.stdin.isatty()
-    async with open_ready(settings) as runtime:
-        if person:
-            click.echo("Ready. /help lists the commands, Ctrl-D leaves.", err=True)
-        with trio.open_signal_receiver(signal.SIGINT) as signals:
-            await _talk(Stage(runtime, wishes, conversation, signals, person))
-
-
-async def _talk(stage: Stage) -> None:
-    while (line := await _listen(stage)) is not None:
-        match stage.conversation.hear(line):
-            case Ask(prompt):
-                stage.conversation.answered(await _reply(stage, prompt))
-            case Note(text):
-                if text:
-                    click.echo(text, err=True)
-            case Leave():
-                return
-            case never:
-                assert_never(never)
-
-
-async def _listen(stage: Stage) -> str | None:
-    """The next line; None at the end of the input, and on Ctrl-C where no person types."""
-    import trio
-
-    line: str | None = None
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_hint, stage, nursery.cancel_scope)
-        # Abandoned on cancel: nothing interrupts a thread that waits for a terminal.
-        line = await trio.to_thread.run_sync(_read_line, stage.person, abandon_on_cancel=True)
-        nursery.cancel_scope.cancel()
-    return line
-
-
-async def _hint(stage: Stage, waiting: trio.CancelScope) -> None:
-    async for _ in stage.signals:
-        if not stage.person:
-            waiting.cancel()
-            return
-        click.echo("\n(Ctrl-D leaves)\n> ", nl=False, err=True)
-
-
-async def _reply(stage: Stage, prompt: ChatPrompt) -> str:
-    """Show one answer; returns what was said of it, "" if nothing came."""
-    import trio
-
-    printer = Printer()
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_stop, stage.signals, nursery.cancel_scope)
-            await answer(stage.runtime, stage.wishes.request(prompt), printer.show)
-            nursery.cancel_scope.cancel()
-    except* TroupeError as failed:
-        click.echo(f"\nError: {plain_error(failed)}", err=True)
-    printer.end()
-    return printer.content
-
-
-async def _stop(signals: AsyncIterator[int], answering: trio.CancelScope) -> None:
-    await anext(signals)
-    answering.cancel()
-
-
-def _read_line(person: bool) -> str | None:
-    """One line of input, without its end; None at the end of the input."""
-    if person:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() line editing and a history)
+    def _reply(self, prompt: ChatPrompt) -> str:
+        """Show one answer; returns what was said of it, "" if nothing came."""
+        printer = Printer()
         try:
-            return input("> ")
-        except EOFError:
-            click.echo(err=True)
-            return None
-    line = sys.stdin.readline()
-    return line.rstrip("\r\n") if line else None
+            answer(self.runtime, self.wishes.request(prompt), printer.show)
+        except KeyboardInterrupt:
+            click.echo(" [stopped]", nl=False, err=True)
+        except TroupeError as error:
+            click.echo(f"\nError: {error.message}", err=True)
+        printer.end()
+        return printer.content

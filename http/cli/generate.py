@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -67,8 +67,6 @@ def generate(
 
     Without MODEL: the one that you have, or the starter model.
     """
-    import trio
-
     from .models import find_model
 
     text = read_prompt(prompt)
@@ -77,7 +75,7 @@ def generate(
     request = Wishes(max_tokens, sampling).request(wanted)
     trial = Trial(Printer(quiet=as_json))
     found = find_model(model, offline=offline)
-    finished = trio.run(trial.run, settings_for_one(found, dtype), request)
+    finished = trial.run(settings_for_one(found, dtype), request)
     if as_json:
         click.echo(json.dumps(trial.picture(finished), ensure_ascii=False))
     else:
@@ -102,13 +100,13 @@ class Trial:
     printer: Printer
     begin: float = 0.0
     first: float = 0.0
-    end: float = field(default=0.0)
+    end: float = 0.0
 
-    async def run(self, settings: Settings, request: GenerationRequest) -> Finished:
+    def run(self, settings: Settings, request: GenerationRequest) -> Finished:
         """Load the model and run the request. Raises TroupeError."""
-        async with open_ready(settings) as runtime:
+        with open_ready(settings) as runtime:
             self.begin = time.perf_counter()
-            finished = await answer(runtime, request, self._show)
+            finished = answer(runtime, request, self._show)
             self.end = time.perf_counter() - self.begin
             return finished
 

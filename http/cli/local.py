@@ -1,21 +1,23 @@
 """A model in this process for one person: opened, ready, and asked one thing at a time.
 
-Used by ``chat`` and ``generate``. Owns the settings of such a runtime; knows no terminal.
+Used by ``chat`` and ``generate``, on the main thread, where Ctrl-C arrives; the company runs in
+another. Owns the settings of such a runtime; knows no terminal.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
+from ...runtime.errors import GenerationFailed
 from ...runtime.requests import Failed, Finished, GenerationRequest, SamplingRequest, TextDelta
 from ...runtime.settings import Dtype, Settings
 from .options import GIB, default_prompt_cache
 
 if TYPE_CHECKING:
-    from ...actors.system import Runtime
+    from ...actors.blocking import BlockingRuntime
     from ...runtime.requests import Prompt
     from ...runtime.store.resolve import ResolvedModel
 
@@ -44,28 +46,32 @@ def settings_for_one(model: ResolvedModel, dtype: Dtype) -> Settings:
     )
 
 
-@asynccontextmanager
-async def open_ready(settings: Settings) -> AsyncIterator[Runtime]:
-    """A runtime whose model is loaded. Raises ModelError."""
-    from ...actors.system import open_runtime
+@contextmanager
+def open_ready(settings: Settings) -> Iterator[BlockingRuntime]:
+    """A runtime whose model is loaded. Raises TroupeErrors, also in groups."""
+    from ...actors.blocking import open_blocking_runtime
 
-    async with open_runtime(settings) as runtime:
-        await runtime.wait_ready()
+    with open_blocking_runtime(settings) as runtime:
+        runtime.wait_ready()
         yield runtime
 
 
-async def answer(
-    runtime: Runtime, request: GenerationRequest, show: Callable[[TextDelta], None]
+def answer(
+    runtime: BlockingRuntime, request: GenerationRequest, show: Callable[[TextDelta], None]
 ) -> Finished:
-    """Run one generation to its end. Raises the TroupeError that ended or refused it."""
-    async with runtime.generate(request) as generation:
-        while True:
-            match await generation.next_event():
-                case TextDelta() as delta:
-                    show(delta)
-                case Finished() as finished:
-                    return finished
+    """Run one generation to its end. Raises the TroupeError that ended or refused it.
+
+    A KeyboardInterrupt passes through and ends the generation.
+    """
+    with runtime.generate(request) as generation:
+        for event in generation:
+            match event:
+                case TextDelta():
+                    show(event)
+                case Finished():
+                    return event
                 case Failed(error):
                     raise error
-                case never:
-                    assert_never(never)
+                case _:
+                    assert_never(event)
+    raise GenerationFailed("the answer ended without a word")
