@@ -134,7 +134,7 @@ def _with_httpx(wheel: Wheel, folder: Path, progress: Progress | None, what: str
         with httpx.Client(verify=_certificates(), timeout=timeout, follow_redirects=True) as client:
             url = _find_url(client, index_url(), wheel)
             _stream(client, url, target, wheel, progress, what)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise ModelError(str(error) or type(error).__name__) from error
     return target
 

@@ -65,11 +65,13 @@ def _explain(repo_id: str, error: Exception) -> str:
 
 def _bar_class(progress: Progress, what: str) -> type[Any]:
     """A silent progress bar that passes the bytes of the whole download on."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from huggingface_hub import utils
 
-    class Bar(tqdm):  # type: ignore[misc]
+    base: Any = getattr(utils, "tqdm")  # noqa: B009  (the hub exports it, its stubs do not)
+
+    class Bar(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            self._counts = options.pop("name", None) == _BYTES_BAR
+            self._counts = options.get("name") == _BYTES_BAR
             super().__init__(*args, **{**options, "file": open(os.devnull, "w")})  # noqa: SIM115
 
         def update(self, n: float | None = 1) -> bool | None:
