@@ -159,10 +159,12 @@ class RequestActor:
         self.admitted.set(self._prompt_tokens)
 
     def _stream(self, built: BuiltPrompt, stop_ids: frozenset[int]) -> TextStream:
+        chat = isinstance(self._request.prompt, ChatPrompt)
         return TextStream(
             self._tools.tokenizer,
             stop=self._request.stop,
-            markers=self._tools.tokenizer.think_markers,
+            # A raw completion is one text: what it says about thinking is part of it.
+            markers=self._tools.tokenizer.think_markers if chat else None,
             opens_reasoning=built.opens_reasoning,
             eos_ids=stop_ids | self._model.eos_ids,
         )

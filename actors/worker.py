@@ -177,6 +177,7 @@ class ThreadWorker:
             command = self._commands.get()
             conductor.perform(command)
             if isinstance(command, Close):
+                self._device.retire()
                 return
 
     def _send(self, event: WorkerEvent) -> None:

@@ -224,5 +224,9 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything; the device may be opened again."""
+        ...
+
+    def retire(self) -> None:
+        """The last call on this thread, after :meth:`close`: leave nothing running."""
         ...
