@@ -65,7 +65,7 @@ def ensure_fast_blas() -> BlasReport:
     """
     if sys.platform == "darwin":
         return BlasReport("accelerate")
-    preloaded = _describe_openblas(ctypes.CDLL(None))
+    preloaded = _preloaded(ctypes.CDLL(None))
     if preloaded is not None:
         return preloaded
     if "mlx.core" in sys.modules:
@@ -144,6 +144,19 @@ def _open(name: str) -> ctypes.CDLL | None:
         return None
 
 
+def _preloaded(process: ctypes.CDLL) -> BlasReport | None:
+    """The library that somebody put in front before (``LD_PRELOAD``, or by hand), if any."""
+    if hasattr(process, "mkl_get_version_string"):
+        return _describe_mkl(process, Path(_mapped_path("libmkl_rt")))
+    report = _describe_openblas(process)
+    core = better_core(report.core, cpu_flags()) if report else None
+    return replace(report, advice=_core_advice(core)) if report and core else report
+
+
+def _core_advice(core: str) -> str:
+    return f"Start with OPENBLAS_CORETYPE={core}: OpenBLAS uses kernels of an old processor."
+
+
 def _describe_openblas(library: ctypes.CDLL) -> BlasReport | None:
     """The report of a loaded OpenBLAS with standard symbol names, or None if it is not one."""
     if not hasattr(library, "openblas_get_config") or not hasattr(library, "cblas_sgemm"):
@@ -179,9 +192,7 @@ def _with_right_core(name: str, library: ctypes.CDLL, report: BlasReport) -> Bla
     fixed = again and _describe_openblas(again)
     if fixed and fixed.core.lower() == core.lower():
         return fixed
-    return replace(
-        fixed or report, advice=f"Start with OPENBLAS_CORETYPE={core}: OpenBLAS uses old kernels."
-    )
+    return replace(fixed or report, advice=_core_advice(core))
 
 
 def better_core(core: str, flags: frozenset[str]) -> str | None:
@@ -240,7 +251,7 @@ def _describe_mkl(library: ctypes.CDLL, path: Path) -> BlasReport:
     buffer = ctypes.create_string_buffer(256)
     library.mkl_get_version_string(buffer, len(buffer))
     branch = int(library.mkl_cbwr_get_auto_branch())
-    layer = os.environ["MKL_THREADING_LAYER"]
+    layer = os.environ.get("MKL_THREADING_LAYER", "default layer")
     return BlasReport(
         "mkl",
         path=str(path),
