@@ -122,7 +122,9 @@ def nothing_left(runtime: Runtime, device: ScriptedDevice) -> None:
 
 async def settle(runtime: Runtime) -> None:
     """Wait until nothing is active any more and no step is under way."""
-    await until(lambda: runtime.stats()["requests"] == {"active": 0} and not _is_busy(runtime))
+    await until(
+        lambda: runtime.stats()["requests"] == {"active": 0} and not _is_busy(runtime), 0.01
+    )
     await trio.sleep(0.1)
 
 

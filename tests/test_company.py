@@ -134,11 +134,10 @@ async def test_streams_closed_at_random_moments_leave_nothing_behind(
 
 async def test_text_is_merged_for_a_slow_reader_and_none_is_lost(autojump_clock: object) -> None:
     """What piled up comes in one event; slow or fast, the text is the same."""
-    async with company() as (runtime, _):
-        async with runtime.generate(ask(1, max_tokens=100)) as generation:
-            await trio.sleep(0.5)
-            first = await generation.next_event()
-            rest, end = await read(generation)
+    async with company() as (runtime, _), runtime.generate(ask(1, max_tokens=100)) as generation:
+        await trio.sleep(0.5)
+        first = await generation.next_event()
+        rest, end = await read(generation)
     assert isinstance(first, TextDelta)
     assert len(first.text.split()) > 10
     assert first.text + rest == counted(1, 100)
@@ -182,16 +181,18 @@ async def test_a_client_that_reads_now_and_then_is_not_cut(autojump_clock: objec
 
 async def test_reading_one_channel_counts_as_reading(autojump_clock: object) -> None:
     """Text of another channel that has piled up behind it starts to wait anew."""
-    device = thinker([THINK, *b"hm", END_THINK, *b"ok" * 200])
+    device = speaker([THINK, *b"hm", END_THINK, *b"ok" * 200], CHAT_TOKENS)
     device.decode_seconds = 1.0
     tokenizer = ByteTokenizer(thinks=True)
-    async with company(device, tokenizer=lambda: tokenizer) as (runtime, _):
-        async with runtime.generate(text_request("x", max_tokens=300)) as generation:
-            await trio.sleep(100)
-            first = await generation.next_event()
-            await trio.sleep(100)
-            second = await generation.next_event()
-            _, end = await read(generation)
+    async with (
+        company(device, tokenizer=lambda: tokenizer) as (runtime, _),
+        runtime.generate(GenerationRequest(CHAT, max_tokens=300)) as generation,
+    ):
+        await trio.sleep(100)
+        first = await generation.next_event()
+        await trio.sleep(100)
+        second = await generation.next_event()
+        _, end = await read(generation)
     assert isinstance(first, TextDelta)
     assert first.channel is Channel.REASONING
     assert isinstance(second, TextDelta)
@@ -378,29 +379,30 @@ async def test_a_poisoned_row_fails_alone(autojump_clock: object) -> None:
 
 async def test_draining_lets_running_requests_end(autojump_clock: object) -> None:
     """New ones are refused, running ones finish, and drain says that it was in time."""
-    async with company() as (runtime, _):
-        async with runtime.generate(ask(1, max_tokens=100)) as generation:
-            assert await runtime.drain(0.3) is False
-            with pytest.raises(Unavailable):
-                await run(runtime, ask(2))
-            assert runtime.health().status == "degraded"
-            assert await runtime.drain(30.0) is True
-            assert (await read(generation))[0] == counted(1, 100)
+    async with company() as (runtime, _), runtime.generate(ask(1, max_tokens=100)) as generation:
+        assert await runtime.drain(0.3) is False
+        with pytest.raises(Unavailable):
+            await run(runtime, ask(2))
+        assert runtime.health().status == "degraded"
+        assert await runtime.drain(30.0) is True
+        assert (await read(generation))[0] == counted(1, 100)
 
 
 async def test_draining_refuses_those_who_wait_for_the_model(autojump_clock: object) -> None:
     """A request that waited for the load does not start after admission was stopped."""
     worker = InlineWorker(ScriptedDevice(open_seconds=10))
-    async with open_runtime(SETTINGS, tokenizer=company_tokenizer, worker=worker) as runtime:
-        async with trio.open_nursery() as nursery:
+    async with (
+        open_runtime(SETTINGS, tokenizer=company_tokenizer, worker=worker) as runtime,
+        trio.open_nursery() as nursery,
+    ):
 
-            async def client() -> None:
-                with pytest.raises(Unavailable):
-                    await run(runtime, ask(1))
+        async def client() -> None:
+            with pytest.raises(Unavailable):
+                await run(runtime, ask(1))
 
-            nursery.start_soon(client)
-            await trio.sleep(1)
-            assert await runtime.drain(1.0) is True
+        nursery.start_soon(client)
+        await trio.sleep(1)
+        assert await runtime.drain(1.0) is True
     assert worker.device.plans == []
 
 
@@ -482,16 +484,19 @@ def company_tokenizer() -> Any:
     return ByteTokenizer()
 
 
-def thinker(answer: list[int]) -> ScriptedDevice:
-    """A device that says ``answer`` after any prompt, then an end token."""
+def speaker(answer: list[int], prompt: int = 1) -> ScriptedDevice:
+    """A device that says ``answer`` after a prompt of so many tokens, then an end token."""
 
     def script(ids: tuple[int, ...]) -> int:
         said = len(ids) - prompt
         return answer[said] if said < len(answer) else EOS
 
-    prompt = 1
     model = ModelInfo("thinker", 300, 4096, frozenset({EOS}), namespace="t")
     return ScriptedDevice(model, script)
+
+
+CHAT = ChatPrompt((Message("user", "x"),))
+CHAT_TOKENS = len(b"user: x.\nassistant: ")
 
 
 def text_request(text: str, max_tokens: int | None = None, **more: Any) -> GenerationRequest:
@@ -500,11 +505,13 @@ def text_request(text: str, max_tokens: int | None = None, **more: Any) -> Gener
 
 async def test_reasoning_is_split_off(autojump_clock: object) -> None:
     """A thinking model's reasoning and answer come on their own channels, in order."""
-    device = thinker([THINK, *b"so", END_THINK, *b"42"])
+    device = speaker([THINK, *b"so", END_THINK, *b"42"], CHAT_TOKENS)
     tokenizer = ByteTokenizer(thinks=True)
-    async with company(device, tokenizer=lambda: tokenizer) as (runtime, _):
-        async with runtime.generate(text_request("x")) as generation:
-            events = [event async for event in generation]
+    async with (
+        company(device, tokenizer=lambda: tokenizer) as (runtime, _),
+        runtime.generate(GenerationRequest(CHAT)) as generation,
+    ):
+        events = [event async for event in generation]
     by_channel = dict.fromkeys(Channel, "")
     for event in events:
         if isinstance(event, TextDelta):
@@ -516,7 +523,7 @@ async def test_reasoning_is_split_off(autojump_clock: object) -> None:
 
 async def test_a_stop_string_cuts_the_text(autojump_clock: object) -> None:
     """Nothing of it or after it is shown, and the row ends early."""
-    device = thinker([*b"one two three"])
+    device = speaker([*b"one two three"])
     async with company(device, tokenizer=company_tokenizer) as (runtime, _):
         text, end = await run(runtime, text_request("x", stop=("two",)))
         await settle(runtime)
@@ -529,7 +536,7 @@ async def test_a_stop_string_cuts_the_text(autojump_clock: object) -> None:
 
 async def test_a_stop_string_in_the_last_piece_of_text_is_a_stop(autojump_clock: object) -> None:
     """Text that only the end sets free is searched too, and its match is the reason given."""
-    device = thinker([*b"ab", 0xE2, 0x82])
+    device = speaker([*b"ab", 0xE2, 0x82])
     async with company(device, tokenizer=company_tokenizer) as (runtime, _):
         text, end = await run(
             runtime, text_request("x", max_tokens=4, stop=("b\N{REPLACEMENT CHARACTER}",))
