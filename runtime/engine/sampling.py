@@ -106,14 +106,14 @@ class Sampler:
         faults: dict[int, str] = {}
         if any(r.processes for r in rows):
             logits = _process(logits, rows, inputs, faults)
-        total = mx.logsumexp(logits, axis=-1, keepdims=True)
-        logprobs = logits - total
-        tokens = self._choose(logprobs, rows, positions)
-        reported = mx.where(mx.isfinite(total[:, 0]), tokens.astype(mx.int32), -1)
+        tokens = self._choose(logits, rows, positions)
+        # The maximum of a row that holds a NaN is NaN.
+        finite = mx.isfinite(mx.max(logits, axis=-1))
+        reported = mx.where(finite, tokens.astype(mx.int32), -1)
         return Draws(tokens, reported, faults)
 
     def _choose(
-        self, logprobs: mx.array, rows: Sequence[RowSampler], positions: Sequence[int]
+        self, logits: mx.array, rows: Sequence[RowSampler], positions: Sequence[int]
     ) -> mx.array:
         groups: dict[tuple[bool, bool, bool], list[int]] = {}
         for place, row in enumerate(rows):
@@ -121,13 +121,13 @@ class Sampler:
             groups.setdefault(kind, []).append(place)
         if len(groups) == 1:
             (kind,) = groups
-            return self._choose_group(kind, logprobs, rows, positions)
+            return self._choose_group(kind, logits, rows, positions)
         parts, order = [], []
         for kind, places in groups.items():
             parts.append(
                 self._choose_group(
                     kind,
-                    logprobs[mx.array(places)],
+                    logits[mx.array(places)],
                     [rows[p] for p in places],
                     [positions[p] for p in places],
                 )
@@ -139,11 +139,15 @@ class Sampler:
     def _choose_group(
         self,
         kind: tuple[bool, bool, bool],
-        logprobs: mx.array,
+        logits: mx.array,
         rows: Sequence[RowSampler],
         positions: Sequence[int],
     ) -> mx.array:
         greedy, sorts, xtc = kind
+        if greedy and len(rows) > 1:
+            # MLX's exponential over a vocabulary costs a fifth of a CPU step of 16 rows.
+            return mx.argmax(logits, axis=-1)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if greedy:
             return mx.argmax(logprobs, axis=-1)
         x = logprobs.astype(mx.float32)
