@@ -39,8 +39,8 @@ def free_port() -> int:
 
 def troupe(model: Path, *flags: str) -> Arm:
     """This project, with default flags."""
-    return Arm("mlx-troupe", (sys.executable, "-m", "mlx_troupe.http.cli.main", "serve", str(model),
-                              "--port", "{port}", *flags))  # fmt: skip
+    program = str(Path(sys.executable).parent / "mlx-troupe")
+    return Arm("mlx-troupe", (program, "serve", str(model), "--port", "{port}", *flags))
 
 
 def mlx_lm(model: Path, *, blas: str | None = None) -> Arm:
@@ -93,13 +93,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_until_answering(url: str, process: subprocess.Popen[bytes], limit: float = 240) -> None:
-    """Poll the model list until it is served. Raises RuntimeError when the process has ended."""
+    """Poll until the server says that it is well. Raises RuntimeError when its process ended."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with status {process.returncode}")
         try:
-            if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
@@ -108,10 +108,13 @@ def wait_until_answering(url: str, process: subprocess.Popen[bytes], limit: floa
 
 
 def served_name(url: str, model: Path) -> str:
-    """The id under which a server lists the model (its directory for some)."""
-    listed = httpx.get(f"{url}/v1/models", timeout=30).json()["data"]
+    """The name that a server wants in a request: what it lists, or the model's directory."""
+    try:
+        listed = httpx.get(f"{url}/v1/models", timeout=30).json()["data"]
+    except (httpx.HTTPError, ValueError):
+        return str(model)
     ids = [str(row["id"]) for row in listed]
-    return str(model) if str(model) in ids else ids[0]
+    return str(model) if str(model) in ids or not ids else ids[0]
 
 
 def deltas(line: str) -> tuple[str, int | None]:

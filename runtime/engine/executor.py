@@ -112,6 +112,11 @@ class MLXDevice:
         self._decodes = 0
         self._limits = MemoryLimits()
 
+    @property
+    def model(self) -> Any:
+        """The loaded mlx-lm model, for whoever compares with it on the same thread."""
+        return self._model
+
     def open(self) -> ModelInfo:
         """Load and warm up. Raises ModelError."""
         self._limits.set()

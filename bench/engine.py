@@ -1,0 +1,173 @@
+"""Decode speed of the MLX device against mlx-lm's own loops, one process, one model.
+
+    .venv/bin/python bench/engine.py --shape llama-3b --bits 0 --rows 1,8,32,64
+
+Random weights of a real shape (no download). Each side is warmed at each size, the sides take
+turns, medians of the repetitions; prefill is outside the clock. ``generate_step`` is the bar of a
+lone row, ``BatchGenerator`` that of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rig import Rig, ready
+
+ready()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.generate import BatchGenerator, generate_step  # noqa: E402
+from mlx_lm.models import llama  # noqa: E402
+
+SHAPES = {
+    "llama-3b": {
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+    },
+    "smollm2": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "rope_theta": 100000.0,
+        "max_position_embeddings": 32768,
+    },
+}
+
+
+def make_model(path: Path, shape: str, bits: int, dtype: mx.Dtype) -> None:
+    """Write a checkpoint of random weights that mlx-lm loads."""
+    config = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        **SHAPES[shape],
+    }
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    model.set_dtype(dtype)
+    if bits:
+        nn.quantize(model, group_size=64, bits=bits)
+        config["quantization"] = {"group_size": 64, "bits": bits}
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def prompts(rows: int, length: int, vocab: int) -> list[list[int]]:
+    """Different ids for every row."""
+    return [[1 + (r * 7919 + i * 104729) % (vocab - 1) for i in range(length)] for r in range(rows)]
+
+
+def lone(model: nn.Module, prompt: Sequence[int], tokens: int) -> float:
+    """Tokens per second of mlx-lm's ``generate_step`` after its first token."""
+    stream: Iterator[object] = generate_step(mx.array(prompt), model, max_tokens=tokens + 1)
+    next(stream)
+    began = time.perf_counter()
+    made = sum(1 for _ in stream)
+    return made / (time.perf_counter() - began)
+
+
+def batched(model: nn.Module, asked: list[list[int]], tokens: int) -> float:
+    """Tokens per second of mlx-lm's ``BatchGenerator`` while all rows decode."""
+    generator = BatchGenerator(
+        model,
+        max_tokens=tokens + 8,
+        completion_batch_size=len(asked),
+        prefill_batch_size=len(asked),
+    )
+    generator.insert(asked)
+    while len(generator.next_generated()) < len(asked):
+        pass
+    began = time.perf_counter()
+    made = sum(len(generator.next_generated()) for _ in range(tokens))
+    seconds = time.perf_counter() - began
+    generator.close()
+    return made / seconds
+
+
+def main() -> None:
+    """Measure every size and print one line each, then JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3b")
+    parser.add_argument("--bits", type=int, default=0, help="0: bfloat16 (float32 on CPU)")
+    parser.add_argument("--rows", default="1,8,32,64")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--long", type=int, default=0, help="also: one row of this length")
+    options = parser.parse_args()
+    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), options.shape, options.bits, dtype)
+        rig = Rig(Path(folder))
+        results = [measure(rig, rows, options) for rows in map(int, options.rows.split(","))]
+        if options.long:
+            results.append(uneven(rig, options))
+    print(json.dumps(results))
+
+
+def measure(rig: Rig, rows: int, options: argparse.Namespace) -> dict[str, float]:
+    """All sides at one number of rows."""
+    asked = prompts(rows, options.prompt, rig.info.vocab_size)
+    sides: dict[str, list[float]] = {"ours": [], "BatchGenerator": []}
+    if rows == 1:
+        sides["generate_step"] = []
+    for turn in range(options.repeat + 1):
+        seen = {
+            "ours": rig.rate(asked, options.tokens),
+            "BatchGenerator": batched(rig.model, asked, options.tokens),
+        }
+        if rows == 1:
+            seen["generate_step"] = lone(rig.model, asked[0], options.tokens)
+        for side, value in seen.items():
+            if turn:
+                sides[side].append(value)
+    medians = {side: statistics.median(values) for side, values in sides.items()}
+    ratios = {
+        f"ours / {side}": medians["ours"] / value
+        for side, value in medians.items()
+        if side != "ours"
+    }
+    print(f"rows {rows}:", {k: round(v, 2) for k, v in (medians | ratios).items()}, flush=True)
+    return {"rows": rows, **medians, **ratios}
+
+
+def uneven(rig: Rig, options: argparse.Namespace) -> dict[str, float]:
+    """31 short rows and one long one against 32 short rows, seconds a step."""
+    short = prompts(32, options.prompt, rig.info.vocab_size)
+    long = prompts(1, options.long, rig.info.vocab_size)
+    flat, mixed = [], []
+    for turn in range(options.repeat + 1):
+        flat.append(32 / rig.rate(short, options.tokens))
+        mixed.append(32 / rig.rate([*short[:31], *long], options.tokens))
+        if not turn:
+            flat, mixed = [], []
+    one, other = statistics.median(flat), statistics.median(mixed)
+    print(f"32 short {one * 1e3:.2f} ms, with one of {options.long}: {other * 1e3:.2f} ms, "
+          f"{other / one:.2f} ×", flush=True)  # fmt: skip
+    return {"short_step": one, "uneven_step": other}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Drives the MLX device as the scheduler does: one step running, one queued. For measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+
+def ready() -> None:
+    """Make the project importable where it is not installed, and put a fast BLAS before MLX."""
+    if importlib.util.find_spec("mlx_troupe") is None:
+        root = Path(__file__).resolve().parent.parent
+        package = ModuleType("mlx_troupe")
+        package.__path__ = [str(root)]
+        sys.modules["mlx_troupe"] = package
+    from mlx_troupe.runtime.engine.blas import ensure_fast_blas
+
+    ensure_fast_blas()
+
+
+class Rig:
+    """One open device and the ids that it needs."""
+
+    def __init__(self, path: Path, **options: object) -> None:
+        from mlx_troupe.runtime.engine.executor import MLXDevice
+
+        self.device = MLXDevice(path, name="bench", **options)  # type: ignore[arg-type]
+        self.info = self.device.open()
+        self.model = self.device.model
+        self._rows = count(1)
+        self._steps = count(0)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Prefill rows for these prompts, one after the other."""
+        from mlx_troupe.runtime import device as d
+        from mlx_troupe.runtime.requests import Sampling
+
+        ids = tuple(d.RowId(next(self._rows)) for _ in prompts)
+        for row, prompt in zip(ids, prompts, strict=True):
+            start = d.StartRow(row, tuple(prompt), Sampling(), d.Cold())
+            self._step(start=(start,))
+            for done in range(0, len(prompt) - 1, 2048):
+                size = min(2048, len(prompt) - 1 - done)
+                self._step(prefill=(d.PrefillRow(row, size),))
+        return ids
+
+    def end(self, rows: tuple[int, ...]) -> None:
+        """Drop rows."""
+        self._step(end=rows)
+
+    def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Tokens per second of all rows while they decode together."""
+        from mlx_troupe.runtime import device as d
+
+        rows = self.start(prompts)
+
+        def launch() -> None:
+            self.device.launch(d.StepPlan(d.StepId(next(self._steps)), decode=rows))  # type: ignore[arg-type]
+
+        launch()
+        launch()
+        self.device.settle()
+        began = time.perf_counter()
+        made = 0
+        for _ in range(tokens):
+            launch()
+            made += len(self.device.settle().sampled)
+        seconds = time.perf_counter() - began
+        self.device.settle()
+        self.end(rows)
+        return made / seconds
+
+    def _step(self, **parts: object) -> None:
+        from mlx_troupe.runtime import device as d
+
+        self.device.launch(d.StepPlan(d.StepId(next(self._steps)), **parts))  # type: ignore[arg-type]
+        self.device.settle()
