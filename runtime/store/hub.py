@@ -6,6 +6,7 @@ so that a download stopped midway lacks weights and is seen to be partial. No Py
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def _bar_class(progress: Progress, what: str) -> type[Any]:
     class Bar(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts = options.get("name") == _BYTES_BAR
-            super().__init__(*args, **{**options, "file": open(os.devnull, "w")})  # noqa: SIM115
+            # A bar that is disabled (as it is without a terminal) would not count either.
+            super().__init__(*args, **{**options, "file": _Sink(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:
             shown: bool | None = super().update(n)
@@ -80,8 +82,11 @@ def _bar_class(progress: Progress, what: str) -> type[Any]:
                 progress(int(self.n), int(self.total) if self.total else None, what)
             return shown
 
-        def close(self) -> None:
-            super().close()
-            self.fp.close()
-
     return Bar
+
+
+class _Sink(io.TextIOBase):
+    """Where bars that nobody sees are drawn."""
+
+    def write(self, text: str) -> int:
+        return len(text)
