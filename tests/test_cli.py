@@ -91,6 +91,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """No model is looked for and no MLX imported in this test."""
     stage = Asked()
     monkeypatch.setattr(models, "find_model", stage.find)
+    monkeypatch.setattr(models, "fetch_model", stage.find)
     monkeypatch.setattr(system, "open_runtime", stage.open_runtime)
     monkeypatch.setattr(blocking, "open_blocking_runtime", stage.open_blocking)
     return stage
@@ -190,7 +191,7 @@ def test_a_model_that_is_not_found_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     def find(query: str | None, *, offline: bool) -> Found:
         raise ModelError(f"no model matches {query}")
 
-    monkeypatch.setattr(models, "find_model", find)
+    monkeypatch.setattr(models, "fetch_model", find)
     for args in (["serve", "x", "--port", "0"], ["chat", "x"], ["get", "x"]):
         result = invoke(*args)
         assert result.exit_code == 1
@@ -224,7 +225,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
     def find(query: str | None, *, offline: bool) -> Found:
         raise BaseExceptionGroup("", [KeyboardInterrupt()])
 
-    monkeypatch.setattr(models, "find_model", find)
+    monkeypatch.setattr(models, "fetch_model", find)
     result = invoke("get", "x")
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr

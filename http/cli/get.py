@@ -19,7 +19,7 @@ Examples:
 @offline_option
 def get(model: str, offline: bool) -> None:
     """Download or convert MODEL. The last line of standard output is its directory."""
-    from .models import find_model
+    from .models import fetch_model
 
-    found = find_model(model, offline=offline)
+    found = fetch_model(model, offline=offline)
     click.echo(str(found.path))

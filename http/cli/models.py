@@ -1,7 +1,8 @@
 """Finds the model that a command was told to use, showing what is downloaded meanwhile.
 
-Runs on the main thread before any event loop: a fast BLAS must be in place before MLX is imported,
-and turning a GGUF file into a directory imports it.
+Runs on the main thread before any event loop. So does the first import of MLX: a fast BLAS must
+stand in front of it, and MLX keeps Python objects for the thread that imports it, which ends the
+process with an abort if that thread ends while the interpreter shuts down.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ if TYPE_CHECKING:
     from ...runtime.store.resolve import ResolvedModel
 
 
-def find_model(query: str | None, *, offline: bool = False) -> ResolvedModel:
+def fetch_model(query: str | None, *, offline: bool = False) -> ResolvedModel:
     """The model that ``query`` names, downloaded and converted if need be. Raises ModelError."""
-    prepare_device()
     from ...runtime.store.resolve import resolve
 
     with ProgressBar() as bar:
         return resolve(query, progress=bar, offline=offline)
 
 
-def prepare_device() -> None:
-    """Whatever must be in place before anything imports MLX."""
+def find_model(query: str | None, *, offline: bool = False) -> ResolvedModel:
+    """As :func:`fetch_model`, with the engine imported too. Raises ModelError, ImportError."""
     from ...runtime.engine.blas import ensure_fast_blas
 
     ensure_fast_blas()
+    found = fetch_model(query, offline=offline)
+    import mlx_troupe.runtime.engine.executor  # noqa: F401  (on this thread, see above)
+
+    return found
