@@ -6,10 +6,10 @@ Runs no product code. A rule that is broken names the file and the line that bro
 from __future__ import annotations
 
 import ast
-import fnmatch
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -203,20 +203,18 @@ def test_packages_have_an_init_file_except_http() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def ignored_names() -> list[str]:
-    """Patterns of .gitignore that concern the top level, and git's own folder."""
-    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
-    return [".git", *(line.strip("/") for line in lines)]
+def top_level() -> set[str]:
+    """Names at the top that git tracks or would track; without git, whatever is not hidden."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {line.split("/")[0] for line in done.stdout.splitlines()}
 
 
 def test_the_top_level_holds_the_agreed_names_only() -> None:
     """New folders at the top are a decision, not an accident."""
-    found = {
-        path.name
-        for path in ROOT.iterdir()
-        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored_names())
-    }
-    assert found <= TOP_LEVEL_FOLDERS | TOP_LEVEL_FILES
+    assert top_level() <= TOP_LEVEL_FOLDERS | TOP_LEVEL_FILES
 
 
 def test_modules_say_what_they_are() -> None:
