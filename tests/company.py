@@ -62,9 +62,12 @@ async def company(
     """A runtime on a scripted device."""
     device = device or ScriptedDevice()
     settings = replace(settings, **changes)  # type: ignore[arg-type]
-    async with open_runtime(settings, tokenizer=tokenizer, worker=InlineWorker(device)) as runtime:
-        await runtime.wait_ready()
-        yield runtime, device
+    worker = InlineWorker(device)
+    # In virtual time a deadlock comes to this deadline at once.
+    with trio.fail_after(100_000):
+        async with open_runtime(settings, tokenizer=tokenizer, worker=worker) as runtime:
+            await runtime.wait_ready()
+            yield runtime, device
 
 
 def ask(*ids: int, max_tokens: int | None = 5, **more: object) -> GenerationRequest:

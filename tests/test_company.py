@@ -159,7 +159,7 @@ async def test_a_client_that_reads_nothing_for_two_minutes_is_cut(autojump_clock
     """Its row ends, and the stream says why after the text that was made."""
     device = ScriptedDevice(decode_seconds=1.0)
     async with company(device) as (runtime, _), runtime.generate(ask(1, max_tokens=500)) as stuck:
-        await settle(runtime)
+        await until(lambda: runtime.stats()["requests"] == {"active": 0}, pause=0.5)
         assert 119 < trio.current_time() < 130
         text, end = await read(stuck)
     assert isinstance(end, Failed)

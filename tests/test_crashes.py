@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
 import trio
 from company import ask, company, counted, nothing_left, run, settle, until
 
-from mlx_troupe.actors.gpu import DeviceBroken, DeviceHung, ModelRefused
+from mlx_troupe.actors.gate import Gate
+from mlx_troupe.actors.gpu import DeviceBroken, DeviceHung, GpuView, ModelRefused
+from mlx_troupe.actors.kvcache import KVCacheActor
+from mlx_troupe.actors.mailbox import Mailbox
+from mlx_troupe.actors.messages import (
+    CacheLost,
+    CacheMessage,
+    Cancel,
+    Clear,
+    EndLease,
+    Found,
+    GpuCommand,
+    Lookup,
+    Put,
+    Release,
+    SchedulerMessage,
+    StepSettled,
+    Submit,
+)
+from mlx_troupe.actors.reply import Reply
+from mlx_troupe.actors.scheduler import SchedulerActor
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import Call, ScriptedDevice
-from mlx_troupe.runtime.errors import ModelError, TroupeError
-from mlx_troupe.runtime.requests import Failed, Finished
+from mlx_troupe.runtime.device import RowId, SnapshotId, SnapshotMade, StepDone, StepId
+from mlx_troupe.runtime.errors import ModelError, TroupeError, Unavailable
+from mlx_troupe.runtime.prefix.entries import LeaseId
+from mlx_troupe.runtime.prefix.index import PrefixCore
+from mlx_troupe.runtime.requests import Failed, Finished, Sampling
+from mlx_troupe.runtime.scheduling.core import SchedulerCore
+from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
 
 
 class Injected(Exception):
@@ -81,6 +106,29 @@ def crash_once(owner: Any, method: str, *, after: bool = False) -> Callable[[], 
 
     setattr(owner, method, crash)
     return lambda: bool(done)
+
+
+class Reached(Exception):
+    """Raised if a company goes on where it should have ended."""
+
+
+_reached: list[bool] = []
+
+
+async def until_it_ends() -> None:
+    """The last line of a block that the company's end interrupts: all before it has held."""
+    _reached.append(True)
+    await trio.sleep(10)
+    raise Reached
+
+
+@contextmanager
+def ends_with(error: type[Exception]) -> Iterator[None]:
+    """The company ends with this error, and not before the block came to its last line."""
+    _reached.clear()
+    with pytest.RaisesGroup(error, flatten_subgroups=True):
+        yield
+    assert _reached, "the company ended before all that was to be seen"
 
 
 def states(runtime: Runtime) -> set[str]:
@@ -171,7 +219,7 @@ async def test_requests_sent_while_the_scheduler_is_down_are_served(
 async def test_too_many_scheduler_crashes_end_the_company(autojump_clock: object) -> None:
     """Those in hand and those in the queue get their error first."""
     messages: list[str] = []
-    with pytest.RaisesGroup(Injected, flatten_subgroups=True):
+    with ends_with(Injected):
         async with company(batch=2) as (runtime, _), trio.open_nursery() as nursery:
             for _ in range(6):
                 crowd = Clients(runtime, nursery)
@@ -187,7 +235,7 @@ async def test_too_many_scheduler_crashes_end_the_company(autojump_clock: object
             late.start(1)
             await until(lambda: late.all_ended)
             assert "engine has failed" in late.errors()[0]
-            await trio.sleep_forever()
+            await until_it_ends()
 
 
 # ---- the prefix cache ---------------------------------------------------------------------
@@ -279,7 +327,7 @@ async def test_a_crash_of_the_gpu_actor_itself_leaves_no_row_behind(
 async def test_a_second_fault_ends_the_company(autojump_clock: object) -> None:
     """Rows, queue and those who wait for the model all hear why before it ends."""
     device = ScriptedDevice()
-    with pytest.RaisesGroup(DeviceBroken, flatten_subgroups=True):
+    with ends_with(DeviceBroken):
         async with busy_company(device) as (runtime, device, crowd):
             for _ in range(2):
                 device.fail_on, device.fail_next = "launch", Injected("fell off the bus")
@@ -291,7 +339,7 @@ async def test_a_second_fault_ends_the_company(autojump_clock: object) -> None:
             assert len(crowd.errors()) == 10
             assert all("fell off the bus" in message for message in crowd.errors())
             assert runtime.health().status == "failed"
-            await trio.sleep_forever()
+            await until_it_ends()
 
 
 async def test_a_model_that_cannot_be_loaded_again_ends_the_company(
@@ -299,7 +347,7 @@ async def test_a_model_that_cannot_be_loaded_again_ends_the_company(
 ) -> None:
     """The queue, which had survived the fault, gets its error too."""
     device = ScriptedDevice(open_seconds=1.0)
-    with pytest.RaisesGroup(ModelRefused, flatten_subgroups=True):
+    with ends_with(ModelRefused):
         async with busy_company(device) as (runtime, device, crowd):
             device.fail_on, device.fail_next = "launch", Injected("x")
             await until(lambda: device.fail_next is None)
@@ -307,13 +355,13 @@ async def test_a_model_that_cannot_be_loaded_again_ends_the_company(
             await until(lambda: crowd.all_ended)
             assert len(crowd.errors()) == 10
             assert runtime.health().status == "failed"
-            await trio.sleep_forever()
+            await until_it_ends()
 
 
 async def test_a_device_that_hangs_ends_the_company(autojump_clock: object) -> None:
     """Within the step's timeout health has failed and every client has an error."""
     device = ScriptedDevice()
-    with pytest.RaisesGroup(DeviceHung, flatten_subgroups=True):
+    with ends_with(DeviceHung):
         async with busy_company(device) as (runtime, device, crowd):
             device.decode_seconds = 1e9
             at = trio.current_time()
@@ -321,7 +369,7 @@ async def test_a_device_that_hangs_ends_the_company(autojump_clock: object) -> N
             assert 59 < trio.current_time() - at < 61
             assert len(crowd.errors()) == 10
             assert runtime.health().status == "failed"
-            await trio.sleep_forever()
+            await until_it_ends()
 
 
 async def test_a_long_prefill_is_not_a_hang_nor_is_the_step_behind_it(
@@ -341,7 +389,7 @@ async def test_a_hang_behind_a_prefill_is_seen_in_the_time_of_a_step(
 ) -> None:
     """The watchdog does not sleep through it because a prefill was allowed more."""
     device = ScriptedDevice(prefill_token_seconds=0.01)
-    with pytest.RaisesGroup(DeviceHung, flatten_subgroups=True):
+    with ends_with(DeviceHung):
         async with company(device) as (runtime, device), trio.open_nursery() as nursery:
             crowd = Clients(runtime, nursery)
             crowd.start(1)
@@ -349,7 +397,7 @@ async def test_a_hang_behind_a_prefill_is_seen_in_the_time_of_a_step(
             device.decode_seconds = 1e9
             await until(lambda: crowd.all_ended, pause=0.1)
             assert trio.current_time() < 62
-            await trio.sleep_forever()
+            await until_it_ends()
 
 
 async def test_a_load_that_hangs_is_seen_although_a_scheduler_starts(
@@ -357,18 +405,21 @@ async def test_a_load_that_hangs_is_seen_although_a_scheduler_starts(
 ) -> None:
     """A new scheduler forgets the steps under way, not the load."""
     device = ScriptedDevice()
-    with pytest.RaisesGroup(DeviceHung, flatten_subgroups=True):
-        async with busy_company(device) as (runtime, device, crowd):
+    with ends_with(DeviceHung):
+        async with busy_company(device) as (runtime, device, _):
             device.open_seconds = 1e9
             device.fail_on, device.fail_next = "launch", Injected("x")
             await until(lambda: runtime.model is None)
             await trio.sleep(1)
-            crash_once(runtime.scheduler.core, "submit")
+            crash_once(runtime.scheduler.core, "cancel")
+            assert runtime._gate.try_enter()
+            runtime._scheduler.post(Cancel(RowId(12_345)))
             at = trio.current_time()
-            crowd.start(1)
-            await until(lambda: crowd.all_ended, pause=1.0)
+            await until(lambda: runtime.supervisor.crashes["scheduler"] == 1)
+            with pytest.raises(Unavailable, match="no result in time"):
+                await runtime.wait_ready()
             assert trio.current_time() - at < 601
-            await trio.sleep_forever()
+            await until_it_ends()
 
 
 # ---- one request --------------------------------------------------------------------------
@@ -396,3 +447,91 @@ async def test_a_request_that_crashes_fails_alone(
         monkeypatch.undo()
         await works_again(runtime, device)
         assert runtime.supervisor.crashes == {"gpu": 0, "scheduler": 0, "kvcache": 0}
+
+
+# ---- an actor alone -----------------------------------------------------------------------
+
+
+class Post:
+    """The mailboxes of an actor that is run without a company."""
+
+    def __init__(self) -> None:
+        self.scheduler = Mailbox[SchedulerMessage](100)
+        self.cache = Mailbox[CacheMessage](100)
+        self.gpu = Mailbox[GpuCommand](100)
+
+
+async def test_a_cache_that_dies_answers_its_whole_mailbox(autojump_clock: object) -> None:
+    """Lookups in hand and behind it are misses, states on their way are released, asks fail."""
+    post, view = Post(), GpuView(ScriptedDevice().model)
+    actor = KVCacheActor(
+        post.cache,
+        PrefixCore(100),
+        scheduler=post.scheduler,
+        gpu=post.gpu,
+        view=view,
+        max_leases=9,
+    )
+    reply: Reply[int] = Reply()
+    for message in (
+        Put(SnapshotId(1), (1, 2), 2, "final"),
+        Lookup(RowId(1), (1, 2, 3)),
+        Lookup(RowId(2), (1, 2, 3)),
+        Put(SnapshotId(2), (3, 4), 2, "final"),
+        EndLease(LeaseId(1)),
+        Clear(reply),
+    ):
+        post.cache.post(message)
+    crash_once(actor.core, "lookup")
+    with pytest.raises(Injected):
+        await actor.run()
+    actor.abandon("it died")
+    told = list(post.scheduler.drain())
+    assert told == [Found(RowId(1), None), Found(RowId(2), None), CacheLost((SnapshotId(1),))]
+    assert list(post.gpu.drain()) == [Release((SnapshotId(2),))]
+    with pytest.raises(Unavailable, match="it died"):
+        await reply.wait()
+
+
+async def test_a_scheduler_that_dies_answers_its_whole_mailbox(autojump_clock: object) -> None:
+    """Submits fail, states that nobody will hear of are released, places are given back."""
+    post, gate = Post(), Gate(2)
+    core = SchedulerCore(
+        batch=1,
+        queue=1,
+        cache=True,
+        new_snapshot=lambda: SnapshotId(1),
+        new_step=lambda: StepId(1),
+    )
+    actor = SchedulerActor(
+        post.scheduler,
+        core,
+        gpu=post.gpu,
+        cache=post.cache,
+        view=GpuView(ScriptedDevice().model),
+        gate=gate,
+        cache_spare=10,
+    )
+    replies: list[Reply[None]] = []
+    for row in (1, 2):
+        assert gate.try_enter()
+        send, receive = trio.open_memory_channel[RowEvent](9)
+        replies.append(Reply())
+        spec = RowSpec(RowId(row), (1, 2), Sampling(), 1)
+        post.scheduler.post(Submit(spec, send, replies[-1]))
+        receive.close()
+    made = SnapshotMade(SnapshotId(7), 2, 2)
+    post.scheduler.post(StepSettled(StepDone(StepId(9), 0.1, kept=(made,))))
+    post.scheduler.post(CacheLost((SnapshotId(8),)))
+    post.scheduler.post(Cancel(RowId(1)))
+    post.scheduler.post(Cancel(RowId(2)))
+    crash_once(core, "submit")
+    with pytest.raises(Injected):
+        await actor.run()
+    list(post.gpu.drain())
+    actor.abandon("it died")
+    for reply in replies:
+        with pytest.raises(Unavailable, match="it died"):
+            await reply.wait()
+    assert list(post.gpu.drain()) == [Release((SnapshotId(8),)), Release((SnapshotId(7),))]
+    assert gate.taken == 0

@@ -294,13 +294,14 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
 
 def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     """Short prompts that keep coming take at most half of each step."""
-    rig = Rig(script=endless, batch=8, queue=100)
+    rig = Rig(script=endless, batch=32, queue=300)
     rig.submit(ramp(10), limit=400)
     rig.step()
     long = rig.submit(ramp(2000, 2), limit=1)
     assert long is not None
-    for i in range(120):
-        rig.submit(ramp(30, 3 + i), limit=1)
+    for step in range(30):
+        for i in range(9):
+            rig.submit(ramp(28, 3 + step * 9 + i), limit=1)
         rig.step()
     assert rig.is_over(long)
     rig.drain()
@@ -514,6 +515,26 @@ def test_a_start_from_the_cache_returns_its_lease_when_the_step_is_done() -> Non
     assert rig.cache.stats().leases == 1
     rig.settle()
     assert rig.cache.stats().leases == 0
+    rig.drain()
+
+
+def test_a_row_that_is_cancelled_before_it_starts_returns_its_lease() -> None:
+    """While both steps are under way it only waits, with a state lent to it."""
+    rig = Rig(script=endless)
+    rig.submit(ramp(100), limit=2)
+    rig.drain()
+    other = rig.submit(ramp(9, 5), limit=50)
+    assert other is not None
+    rig.answer()
+    rig.plan()
+    assert rig.core.in_flight == 2
+    row = rig.submit((*ramp(100), 5), limit=2)
+    assert row is not None
+    rig.answer()
+    assert rig.cache.stats().leases == 1
+    rig.cancel(row)
+    assert rig.cache.stats().leases == 0
+    rig.cancel(other)
     rig.drain()
 
 
