@@ -21,7 +21,7 @@ from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .generation import Generation, Health
-from .system import Runtime, open_runtime
+from .system import Runtime, import_engine, open_runtime
 from .worker import Worker
 
 
@@ -135,6 +135,9 @@ def open_blocking_runtime(
         ModelError and others, in a group, out of the block: what ended the company.
     """
     _refuse_inside_a_loop()
+    if device is None and worker is None:
+        # The portal's thread ends with the runtime, so it must not be the one that imports MLX.
+        import_engine()
     with start_blocking_portal(backend="trio") as portal:
         opened = open_runtime(settings, device=device, tokenizer=tokenizer, worker=worker)
         try:

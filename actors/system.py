@@ -288,6 +288,17 @@ class Runtime:
         self._worker.stop()
 
 
+def import_engine() -> None:
+    """Import MLX with a fast BLAS in front of it, on a thread that lasts.
+
+    Later imports find MLX's own BLAS bound for good; and a thread that imported MLX and then ends
+    can abort the process at its exit (``actors/threads.py``).
+    """
+    ensure_fast_blas()
+    import mlx_troupe.runtime.engine.executor
+    import mlx_troupe.runtime.engine.tokenizer  # noqa: F401
+
+
 @asynccontextmanager
 async def open_runtime(
     settings: Settings,
@@ -306,8 +317,7 @@ async def open_runtime(
         ModelError and others, in a group, out of the block: what ended the company.
     """
     if device is None and worker is None:
-        # Before anything imports MLX: afterwards its own BLAS is bound for good.
-        ensure_fast_blas()
+        import_engine()
         from mlx_troupe.runtime.engine.executor import MLXDevice
 
         device = MLXDevice(

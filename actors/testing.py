@@ -169,9 +169,6 @@ class ScriptedDevice:
         self.drop_rows()
         self.snapshots.clear()
 
-    def retire(self) -> None:
-        """Nothing runs on the thread that this could leave behind."""
-
     def _maybe_fail(self, call: Call) -> None:
         if self.fail_on not in (None, call):
             return

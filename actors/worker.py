@@ -36,6 +36,7 @@ from .messages import (
     WorkerCommand,
     WorkerEvent,
 )
+from .threads import run_on_device_thread
 
 
 class Worker(Protocol):
@@ -134,18 +135,17 @@ class ThreadWorker:
         self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
         self._events: deque[WorkerEvent] = deque()
         self._device = device
-        self._thread: threading.Thread | None = None
+        self._done: threading.Event | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._wake = trio.Event()
 
     def start(self) -> None:
-        """Start the thread, once; later calls are ignored."""
-        if self._thread is None:
+        """Take a thread, once; later calls are ignored."""
+        if self._done is None:
             # A waiting event loop must not wait the default 5 ms for the interpreter.
             sys.setswitchinterval(0.0005)
             self._token = trio.lowlevel.current_trio_token()
-            self._thread = threading.Thread(target=self._run, name="gpu", daemon=True)
-            self._thread.start()
+            self._done = run_on_device_thread(self._run)
 
     def submit(self, command: WorkerCommand) -> None:
         """Queue a command for the thread."""
@@ -161,15 +161,12 @@ class ThreadWorker:
         return self._events.popleft()
 
     def stop(self) -> None:
-        """Ask the thread to close the device and end."""
+        """Ask the thread to close the device and let go of it."""
         self._commands.put(Close())
 
     def join(self, seconds: float) -> bool:
-        """Wait for the thread's end; False when it did not come in time. Blocks the caller."""
-        if self._thread is None:
-            return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        """Wait until the device is closed; False when time ran out first. Blocks the caller."""
+        return self._done is None or self._done.wait(seconds)
 
     def _run(self) -> None:
         conductor = Conductor(self._device, self._send)
@@ -177,7 +174,6 @@ class ThreadWorker:
             command = self._commands.get()
             conductor.perform(command)
             if isinstance(command, Close):
-                self._device.retire()
                 return
 
     def _send(self, event: WorkerEvent) -> None:

@@ -73,7 +73,7 @@ class FromSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FromRow:
-    """Start with the first ``length`` tokens of another row's state, as it is when the step runs."""
+    """Start with the first ``length`` tokens of another row's state when the step runs."""
 
     row: RowId
     length: int
@@ -225,8 +225,4 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Forget everything; the device may be opened again."""
-        ...
-
-    def retire(self) -> None:
-        """The last call on this thread, after :meth:`close`: leave nothing running."""
         ...

@@ -205,10 +205,6 @@ class MLXDevice:
         self._limits.restore()
         give_back()
 
-    def retire(self) -> None:
-        """End this thread's streams: MLX aborts the process if it exits while they still run."""
-        mx.clear_streams()
-
     def _opened(self) -> tuple[Forward, States]:
         if self._forward is None or self._states is None:
             raise Unavailable("the device is not open")
