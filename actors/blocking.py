@@ -125,7 +125,7 @@ def open_blocking_runtime(
     settings: Settings,
     *,
     device: Device | None = None,
-    tokenizer: Callable[[], Tokenizer] | None = None,
+    tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
     worker: Worker | None = None,
 ) -> Iterator[BlockingRuntime]:
     """Open a runtime for callers that are not async; see :func:`open_runtime`.

@@ -267,10 +267,14 @@ class Runtime:
                 await self._left.wait()
         return not self._active
 
-    async def load_text(self, load: Callable[[], Tokenizer]) -> None:
-        """Load the tokenizer on a worker thread, beside the weights."""
+    async def load_text(self, source: Tokenizer | Callable[[], Tokenizer]) -> None:
+        """Load the tokenizer on a worker thread, beside the weights, unless it is there already."""
         try:
-            tokenizer = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
+            tokenizer = (
+                await trio.to_thread.run_sync(source, abandon_on_cancel=True)
+                if callable(source)
+                else source
+            )
         except Exception as error:
             await self.supervisor.fail("tokenizer", error)
             raise
@@ -304,13 +308,13 @@ async def open_runtime(
     settings: Settings,
     *,
     device: Device | None = None,
-    tokenizer: Callable[[], Tokenizer] | None = None,
+    tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
     worker: Worker | None = None,
 ) -> AsyncIterator[Runtime]:
     """Open a runtime for one model; leaving the block stops it.
 
     Loading goes on in the background: :meth:`Runtime.wait_ready` waits for it, and so does the
-    first request. ``device``, ``tokenizer`` (a function that loads one) and ``worker`` replace the
+    first request. ``device``, ``tokenizer`` (or a function that loads one) and ``worker`` replace the
     MLX ones, for tests.
 
     Raises:

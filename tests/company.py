@@ -56,17 +56,18 @@ async def company(
     device: ScriptedDevice | None = None,
     settings: Settings = SETTINGS,
     *,
-    tokenizer: Callable[[], Tokenizer] = WordTokenizer,
+    tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
     **changes: object,
 ) -> AsyncIterator[tuple[Runtime, ScriptedDevice]]:
     """A runtime on a scripted device."""
     device = device or ScriptedDevice()
     settings = replace(settings, **changes)  # type: ignore[arg-type]
     worker = InlineWorker(device)
+    # Made here, since virtual time runs away while a thread loads it.
+    tokenizer = tokenizer or WordTokenizer()
     async with open_runtime(settings, tokenizer=tokenizer, worker=worker) as runtime:
         await runtime.wait_ready()
-        # In virtual time a deadlock comes to this deadline at once. (So would a thread's work: the
-        # tokenizer's is done now.)
+        # In virtual time a deadlock comes to this deadline at once.
         with trio.fail_after(100_000):
             yield runtime, device
 

@@ -316,6 +316,8 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(asked: Asked) -> None:
         return count_up(ids)
 
     asked.device.script = interrupted
+    # A person presses the key while text appears, not before the first of it is shown.
+    asked.device.decode_seconds = 0.002
     asked.device.model = replace(asked.device.model, context_window=100_000)
     result = invoke("chat", "--temperature", "0", stdin="3\n999 0\n")
     first, second = result.stdout.splitlines()

@@ -387,3 +387,13 @@ def test_nothing_is_left_when_a_conversion_fails_midway(
     with pytest.raises(ModelError, match="No space left"):
         convert_gguf(spec_of("llama").write(tmp_path / "tiny.gguf"))
     assert not list((tmp_path / "cache" / "models").iterdir())
+
+
+@pytest.mark.mlx
+def test_norms_beside_quantized_matrices_stay_float32(tmp_path: Path) -> None:
+    """With halves every activation would be a half, which a CPU computes very slowly."""
+    spec = spec_of("qwen2")
+    spec.tensors["blk.0.ffn_up.weight"] = random_blocks("Q8_0", 96, 64, seed=3)[0]
+    weights = mx.load(str(convert_gguf(spec.write(tmp_path / "tiny.gguf")) / "model.safetensors"))
+    assert weights["model.norm.weight"].dtype == mx.float32
+    assert weights["model.layers.0.mlp.up_proj.scales"].dtype == mx.float16

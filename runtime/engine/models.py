@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn import Module
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
 
@@ -175,7 +175,17 @@ def _expand(model: Module, dtype: Dtype) -> str:
         case "auto":
             roomy = _num_parameters(model) * 4 < EXPANDED_SHARE * available_memory()
             on_cpu = mx.default_device() != mx.gpu
+            if not on_cpu:
+                _narrow_vectors(model)
             return _expand(model, "float32" if on_cpu and roomy else "keep")
+
+
+def _narrow_vectors(model: Module) -> None:
+    """On a GPU: float32 norms beside 16-bit scales would make activations and KV float32."""
+    weights = dict(tree_flatten(model.parameters()))
+    scales = {w.dtype for name, w in weights.items() if name.endswith(".scales")}
+    if scales <= {mx.float16, mx.bfloat16} and len(scales) == 1:
+        _cast(model, scales.pop())
 
 
 def _expand_layers(model: Any, dtype: mx.Dtype) -> None:
