@@ -28,7 +28,7 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parent))
 from servers import Arm, deltas, mlx_lm, rapid_mlx, running, served_name, troupe, vllm_mlx
-from weights import expanded, preloadable_blas
+from weights import expanded, same_blas
 
 RESULTS = Path(__file__).parent / "results"
 TOPICS = ("rivers", "bridges", "bread", "glass", "violins", "maps", "clocks", "salt", "wool", "tea",
@@ -178,13 +178,13 @@ def main() -> None:
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     model = options.model or starter()
-    blas = preloadable_blas() if options.weights == "float32" else None
+    env = same_blas() if options.weights == "float32" else {}
     rival_model = expanded(model) if options.weights == "float32" else model
-    arms = [troupe(model), mlx_lm(rival_model, blas=blas)]
+    arms = [troupe(model), mlx_lm(rival_model, env=env)]
     if options.vllm_mlx:
-        arms.append(vllm_mlx(options.vllm_mlx, rival_model, blas=blas))
+        arms.append(vllm_mlx(options.vllm_mlx, rival_model, env=env))
     if options.rapid_mlx:
-        arms.append(rapid_mlx(options.rapid_mlx, rival_model, blas=blas))
+        arms.append(rapid_mlx(options.rapid_mlx, rival_model, env=env))
     rounds: list[Round] = []
     for repetition in range(options.repeat):
         turn = repetition % len(arms)

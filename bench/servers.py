@@ -43,26 +43,23 @@ def troupe(model: Path, *flags: str) -> Arm:
     return Arm("mlx-troupe", (program, "serve", str(model), "--port", "{port}", *flags))
 
 
-def mlx_lm(model: Path, *, blas: str | None = None) -> Arm:
-    """mlx_lm.server of this interpreter, with default flags; ``blas`` is put in front of MLX's."""
-    env = {"LD_PRELOAD": blas} if blas else {}
+def mlx_lm(model: Path, *, env: dict[str, str] | None = None) -> Arm:
+    """mlx_lm.server of this interpreter, with default flags; ``env`` may put a BLAS before it."""
     command = (sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", "{port}")
-    return Arm("mlx_lm.server", command, env)
+    return Arm("mlx_lm.server", command, env or {})
 
 
-def vllm_mlx(home: Path, model: Path, *, blas: str | None = None) -> Arm:
+def vllm_mlx(home: Path, model: Path, *, env: dict[str, str] | None = None) -> Arm:
     """vllm-mlx out of the environment ``home``, with continuous batching."""
-    env = {"LD_PRELOAD": blas} if blas else {}
     command = (str(home / "bin" / "vllm-mlx"), "serve", str(model), "--port", "{port}",
                "--continuous-batching")  # fmt: skip
-    return Arm("vllm-mlx", command, env)
+    return Arm("vllm-mlx", command, env or {})
 
 
-def rapid_mlx(home: Path, model: Path, *, blas: str | None = None) -> Arm:
+def rapid_mlx(home: Path, model: Path, *, env: dict[str, str] | None = None) -> Arm:
     """Rapid-MLX out of the environment ``home``, with default flags."""
-    env = {"LD_PRELOAD": blas} if blas else {}
     command = (str(home / "bin" / "rapid-mlx"), "serve", str(model), "--port", "{port}")
-    return Arm("rapid-mlx", command, env)
+    return Arm("rapid-mlx", command, env or {})
 
 
 @contextmanager

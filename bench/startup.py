@@ -21,7 +21,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent))
 from serve import RESULTS, bodies, starter
 from servers import Arm, deltas, free_port, mlx_lm, stop, troupe
-from weights import expanded, preloadable_blas
+from weights import expanded, same_blas
 
 
 def first_token(arm: Arm, model: Path) -> float:
@@ -70,7 +70,7 @@ def main() -> None:
     arms = (
         (troupe(model), model),
         (mlx_lm(model), model),
-        (mlx_lm(expanded(model), blas=preloadable_blas()), expanded(model)),
+        (mlx_lm(expanded(model), env=same_blas()), expanded(model)),
     )
     seen: list[list[float]] = [[] for _ in arms]
     for _ in range(repeat + 1):

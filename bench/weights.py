@@ -5,7 +5,6 @@ Uses mlx-lm alone to expand a model, so that nothing of ours decides what a riva
 
 from __future__ import annotations
 
-import ctypes.util
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +41,14 @@ def expanded(model: Path) -> Path:
     return target
 
 
-def preloadable_blas() -> str | None:
-    """A BLAS that ``LD_PRELOAD`` can put in front of MLX's reference one."""
-    return "libopenblas.so.0" if ctypes.util.find_library("openblas") else None
+def same_blas() -> dict[str, str]:
+    """Environment that puts the BLAS which this project would use in front of a rival's MLX."""
+    from mlx_troupe.runtime.engine.blas import ensure_fast_blas
+
+    report = ensure_fast_blas()
+    if report.path is None:
+        return {}
+    env = {"LD_PRELOAD": str(report.path)}
+    if report.kind == "openblas" and report.core:
+        env["OPENBLAS_CORETYPE"] = report.core
+    return env
