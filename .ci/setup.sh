@@ -52,20 +52,19 @@ make_venv() {
 pip_install() { "$bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 # MLX's own CPU build computes matrix products with a slow reference BLAS; the product puts a fast one
-# in front of it, and is asked here whether it finds any.
+# in front of it: MKL where there is one, else the system's OpenBLAS.
 fast_blas() {
     local kind
+    if [ "$(uname -m)" = x86_64 ]; then
+        say "taking mkl from the package index (220 MB): matrix products 20 times faster than MLX's own"
+        pip_install mkl || say "mkl cannot be had; going on without it"
+    fi
     kind=$("$bin/python" -c 'from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 print(ensure_fast_blas().kind)')
-    if [ "$kind" != reference ]; then return; fi
-    case $(uname -m) in
-        x86_64)
-            say "no OpenBLAS on this system: taking mkl from the package index (220 MB)"
-            pip_install mkl ;;
-        *)
-            say "no fast BLAS: matrix products will be slow. On Debian or Ubuntu:" \
-                "sudo apt install libopenblas0-pthread" ;;
-    esac
+    if [ "$kind" = reference ]; then
+        say "no fast BLAS: matrix products will be slow. On Debian or Ubuntu:" \
+            "sudo apt install libopenblas0-pthread"
+    fi
 }
 
 runtime() {

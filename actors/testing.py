@@ -128,6 +128,13 @@ class ScriptedDevice:
         seconds = tokens * self.prefill_token_seconds + bool(plan.decode) * self.decode_seconds
         self._under_way.append(StepDone(plan.step, seconds, tuple(sampled), tuple(failed), kept))
 
+    def overlaps(self, plan: StepPlan) -> bool:
+        """Always: a step's result is there when it is launched."""
+        return True
+
+    def push(self) -> None:
+        """Nothing is left to begin."""
+
     def settle(self) -> StepDone:
         """The oldest result."""
         self._maybe_fail("settle")

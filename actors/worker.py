@@ -17,7 +17,7 @@ from typing import Protocol, assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import Device
+from mlx_troupe.runtime.device import Device, StepPlan
 from mlx_troupe.runtime.errors import ModelError, TroupeError
 
 from .messages import (
@@ -84,10 +84,7 @@ class Conductor:
             case Open():
                 self._open()
             case Launch(plan):
-                self._device.launch(plan)
-                self._under_way += 1
-                if self._under_way > 1:
-                    self._settle()
+                self._launch(plan)
             case Settle():
                 if self._under_way:
                     self._settle()
@@ -121,6 +118,15 @@ class Conductor:
         else:
             self._broken = False
             self._post(Opened(model, self._device.stats()))
+
+    def _launch(self, plan: StepPlan) -> None:
+        if self._under_way and not self._device.overlaps(plan):
+            self._settle()
+        self._device.launch(plan)
+        self._under_way += 1
+        if self._under_way > 1:
+            self._settle()
+        self._device.push()
 
     def _settle(self) -> None:
         done = self._device.settle()

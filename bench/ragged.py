@@ -45,22 +45,27 @@ def decode(device: MLXDevice, lengths: Sequence[int], turns: int) -> tuple[float
         prompt = tuple(1000 + (row * 7919 + i * 31) % 40000 for i in range(length))
         start = StartRow(row, prompt, Sampling(), Cold())
         device.launch(StepPlan(StepId(next(steps)), start=(start,)))
+        device.push()
         device.settle()
         for done in range(0, length - 1, 512):
             part = PrefillRow(row, min(512, length - 1 - done))
             device.launch(StepPlan(StepId(next(steps)), prefill=(part,)))
+            device.push()
             device.settle()
     plan = StepPlan(StepId(next(steps)), decode=tuple(ids))
     device.launch(plan)
+    device.push()
     times = []
     for _ in range(turns):
         began = time.perf_counter()
         device.launch(StepPlan(StepId(next(steps)), decode=tuple(ids)))
+        device.push()
         device.settle()
         times.append(time.perf_counter() - began)
     device.settle()
     held = device.stats().kv_bytes
     device.launch(StepPlan(StepId(next(steps)), end=tuple(ids)))
+    device.push()
     device.settle()
     return statistics.median(times[2:]), held, sum(lengths) + (turns + 1) * len(lengths)
 

@@ -63,13 +63,16 @@ class Rig:
             self.device.launch(d.StepPlan(d.StepId(next(self._steps)), decode=rows))  # type: ignore[arg-type]
 
         launch()
+        self.device.push()
         launch()
         self.device.settle()
+        self.device.push()
         began = time.perf_counter()
         made = 0
         for _ in range(tokens):
             launch()
             made += len(self.device.settle().sampled)
+            self.device.push()
         seconds = time.perf_counter() - began
         self.device.settle()
         self.end(rows)
@@ -79,4 +82,5 @@ class Rig:
         from mlx_troupe.runtime import device as d
 
         self.device.launch(d.StepPlan(d.StepId(next(self._steps)), **parts))  # type: ignore[arg-type]
+        self.device.push()
         self.device.settle()

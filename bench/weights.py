@@ -5,6 +5,7 @@ Uses mlx-lm alone to expand a model, so that nothing of ours decides what a riva
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,9 +47,17 @@ def same_blas() -> dict[str, str]:
     from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 
     report = ensure_fast_blas()
-    if report.path is None:
+    if report.kind == "openblas":
+        core = {"OPENBLAS_CORETYPE": report.core} if report.core else {}
+        return {"LD_PRELOAD": report.path, **core}
+    if report.kind != "mkl":
         return {}
-    env = {"LD_PRELOAD": str(report.path)}
-    if report.kind == "openblas" and report.core:
-        env["OPENBLAS_CORETYPE"] = report.core
-    return env
+    folder = Path(report.path).parent
+    layer = os.environ["MKL_THREADING_LAYER"]
+    threads = [folder / "libtbb.so.12"] if layer == "TBB" else []
+    return {
+        "LD_PRELOAD": ":".join(map(str, [*threads, report.path])),
+        "LD_LIBRARY_PATH": str(folder),
+        "MKL_INTERFACE_LAYER": "LP64",
+        "MKL_THREADING_LAYER": layer,
+    }

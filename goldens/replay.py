@@ -96,14 +96,17 @@ def run(device: Any, prompt: dict[str, Any], seen: list[Any]) -> dict[str, Any]:
     prefill = (PrefillRow(ROW, len(ids) - 1),) if len(ids) > 1 else ()
     start = (StartRow(ROW, ids, Sampling(), Cold()),)
     device.launch(StepPlan(StepId(0), start=start, prefill=prefill, decode=(ROW,)))
+    device.push()
     outputs = [seen[-1]]
     tokens: list[int] = []
     for step in range(1, prompt["new"]):
         device.launch(StepPlan(StepId(step), decode=(ROW,)))
+        device.push()
         outputs.append(seen[-1])
         tokens.append(settle(device))
     tokens.append(settle(device))
     device.launch(StepPlan(StepId(prompt["new"]), end=(ROW,)))
+    device.push()
     device.settle()
     seen.clear()
     digests = [digest(output) for output in outputs]

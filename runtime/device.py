@@ -4,8 +4,8 @@ A device runs on one thread (``actors/gpu.py`` owns it) and is told *everything*
 it keeps weights, rows and snapshots under ids, and answers with host integers. No array crosses
 this line. ``runtime.engine`` implements it with MLX, ``actors/testing.py`` with a script.
 
-Two calls make a step: :meth:`Device.launch` starts it without waiting, :meth:`Device.settle`
-waits for the oldest one that was launched. With one running and one queued, the input tokens of a
+Three calls make a step: :meth:`Device.launch` prepares it, :meth:`Device.push` sees that it is
+being computed, :meth:`Device.settle` waits for the oldest one that was launched. With one running and one queued, the input tokens of a
 step are those that the step before it is still computing; they never visit the host in between.
 """
 
@@ -200,6 +200,20 @@ class Device(Protocol):
 
         A fault of one row is reported by its :class:`RowFailed`; an exception here means that the
         device itself is broken and every row is lost.
+        """
+        ...
+
+    def overlaps(self, plan: StepPlan) -> bool:
+        """Whether launching this step delays the result of the one under way by nothing much.
+
+        Where it would, the result is fetched first.
+        """
+        ...
+
+    def push(self) -> None:
+        """Begin to compute what :meth:`launch` may only have prepared.
+
+        Called after each launch; with another step under way, after that one's result was fetched.
         """
         ...
 

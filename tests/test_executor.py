@@ -77,6 +77,7 @@ class Driver:
         """Launch one step; settle the one before it."""
         self._steps += 1
         self.device.launch(StepPlan(StepId(self._steps), **parts))
+        self.device.push()
         self._under_way += 1
         if self._under_way == 2:
             self.settle()

@@ -246,7 +246,10 @@ def test_an_interrupted_leader_hands_over_what_it_has() -> None:
 
 
 def test_a_running_row_never_waits_for_more_than_a_chunk() -> None:
-    """While a row decodes, every step decodes it and prefills at most the sizer's chunk."""
+    """While a row decodes, every step decodes it and prefills at most one chunk.
+
+    Two rows wait for their first token and one runs, so a chunk may take four times 200 ms.
+    """
     rig = Rig(script=endless)
     running = rig.submit(ramp(10), limit=60)
     assert running is not None
@@ -255,13 +258,13 @@ def test_a_running_row_never_waits_for_more_than_a_chunk() -> None:
     rig.submit(ramp(3000, 3), limit=2)
     chunks: list[int] = []
     while not rig.is_over(running):
-        chunk = max(rig.core.sizer.chunk, 64)
+        chunk = max(rig.core.sizer.budget(pending=2, running=1), 64)
         done = rig.step()
         assert done is not None
         plan = rig.device.plans[-1]
         chunks.append(sum(part.count for part in plan.prefill))
-        assert chunks[-1] <= max(chunk, rig.core.sizer.chunk)
-        assert done.seconds <= 0.2 + 0.01
+        assert chunks[-1] <= max(chunk, rig.core.sizer.budget(pending=2, running=1))
+        assert done.seconds <= 0.8 + 0.01
     plans = [plan for plan in rig.device.plans if plan.prefill and running in plan.decode]
     assert len(plans) > 10, "prefill was not interleaved with decoding"
     decodes = [i for i, plan in enumerate(rig.device.plans) if running in plan.decode]
@@ -566,34 +569,49 @@ def test_counts_say_how_rows_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_seconds", "decode_seconds", "chunk"),
+    ("pass_seconds", "token_seconds", "decode_seconds", "chunk"),
     [
-        (0.0001, 0.01, 1024),
-        (0.0005, 0.01, 256),
-        (0.0033, 0.1, 32),
-        (0.0033, 0.4, 128),
-        (1.0, 0.01, MIN_CHUNK),
-        (1e-6, 0.001, MAX_CHUNK),
+        (0.0, 0.0001, 0.01, 1024),
+        (0.0, 0.0005, 0.01, 256),
+        (0.0, 0.0033, 0.1, 48),
+        (0.05, 0.003, 0.05, 48),
+        (0.1, 0.005, 0.2, 48),
+        (0.0, 0.0033, 0.4, 240),
+        (0.0, 1.0, 0.01, MIN_CHUNK),
+        (0.0, 1e-6, 0.001, MAX_CHUNK),
     ],
 )
-def test_a_chunk_is_the_largest_power_of_two_that_fits_its_time(
-    token_seconds: float, decode_seconds: float, chunk: int
+def test_a_chunk_is_what_fits_its_time(
+    pass_seconds: float, token_seconds: float, decode_seconds: float, chunk: int
 ) -> None:
-    """200 ms, or two decode steps where those take longer."""
+    """200 ms, or two decode steps where those take longer; a pass costs something by itself."""
     sizer = ChunkSizer()
-    for _ in range(40):
+    for turn in range(60):
         sizer.saw(prefilled=0, decoded=4, seconds=decode_seconds)
-        n = sizer.chunk
-        sizer.saw(prefilled=n, decoded=4, seconds=n * token_seconds + decode_seconds)
+        n = sizer.chunk if turn % 3 else max(1, sizer.chunk // 2)
+        took = pass_seconds + n * token_seconds + decode_seconds
+        sizer.saw(prefilled=n, decoded=4, seconds=took)
     assert sizer.chunk == chunk
+
+
+def test_more_waiting_rows_than_running_ones_get_more_of_a_step() -> None:
+    """Four times, so that one running row does not hold fifteen first tokens back."""
+    sizer = ChunkSizer()
+    for n in (16, 32, 64, 128, 256, 512):
+        sizer.saw(prefilled=n, decoded=0, seconds=n * 0.004)
+    assert sizer.budget(pending=1, running=1) == 48
+    assert sizer.budget(pending=2, running=1) == 192
+    assert sizer.budget(pending=15, running=1) == 192
+    assert sizer.budget(pending=4, running=8) == 48
+    assert sizer.budget(pending=4, running=0) == MAX_CHUNK
 
 
 def test_a_handful_of_tokens_does_not_shrink_the_chunk() -> None:
     """A few tokens cost as much as a pass over the weights; that is not their price each."""
     sizer = ChunkSizer()
-    for _ in range(20):
-        sizer.saw(prefilled=sizer.chunk, decoded=0, seconds=sizer.chunk * 0.0005)
+    for n in (64, 128, 256, 512):
+        sizer.saw(prefilled=n, decoded=0, seconds=0.05 + n * 0.0005)
     before = sizer.chunk
-    for _ in range(20):
-        sizer.saw(prefilled=3, decoded=1, seconds=0.05)
+    for _ in range(5):
+        sizer.saw(prefilled=3, decoded=0, seconds=0.0515)
     assert sizer.chunk == before

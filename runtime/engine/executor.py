@@ -5,7 +5,8 @@ Owns the weights, the rows and the kept snapshots. Every call comes from the one
 prefix index and no text.
 
 A launch builds lazy graphs and starts them with ``mx.async_eval``; a settle reads back one small
-array of ids. Copies of row states are started before the forward of their step, so that the
+array of ids. On a CPU ``async_eval`` returns only when nearly all is computed, so there a decode is
+started by the push that follows the settle of the step before it. Copies of row states are started before the forward of their step, so that the
 forward finds nobody else holding the buffers it writes into.
 """
 
@@ -149,6 +150,15 @@ class MLXDevice:
         self._prefill(plan.prefill, forward, step)
         self._decode(plan.decode, forward, step)
         self._steps.append(step)
+
+    def overlaps(self, plan: StepPlan) -> bool:
+        """On a CPU only steps that merely decode: the others compute while they are launched."""
+        return mx.default_device() == mx.gpu or not (plan.keep or plan.start or plan.prefill)
+
+    def push(self) -> None:
+        """Begin the draws of the step launched last."""
+        if self._forward is not None:
+            self._forward.push()
 
     def settle(self) -> StepDone:
         """Wait for the oldest step under way and return what came of it."""

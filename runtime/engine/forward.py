@@ -7,7 +7,6 @@ row bit-exact with mlx-lm. Runs on the device thread and never waits. Knows no p
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,9 @@ class Drawn:
 
 Fault = tuple[Row, str]
 
+PASS_IN_TOKENS = 32
+"""Padding that costs no more than another pass over the weights would."""
+
 
 class Forward:
     """Runs the model for the executor's rows.
@@ -47,6 +49,7 @@ class Forward:
         self._ragged = ragged
         self._batch: Any = RowBatch(model) if together else None
         self._batched: dict[RowId, Row] = {}
+        self._unstarted: list[mx.array] = []
 
     @property
     def num_batched(self) -> int:
@@ -113,14 +116,26 @@ class Forward:
             faults += failed
         return done, faults
 
+    def push(self) -> None:
+        """Start the draws that were built."""
+        unstarted, self._unstarted = self._unstarted, []
+        if unstarted:
+            start(unstarted)
+
     def _prefill_groups(self, chunks: Sequence[tuple[Row, int]]) -> list[list[tuple[Row, int]]]:
         if not self._ragged or len(chunks) < 2:
             return [[chunk] for chunk in chunks]
-        # Counts of one bit length differ by less than two: padding stays below half of the work.
-        alike: defaultdict[int, list[tuple[Row, int]]] = defaultdict(list)
-        for row, count in chunks:
-            alike[count.bit_length()].append((row, count))
-        return list(alike.values())
+        groups: list[list[tuple[Row, int]]] = []
+        longest = useful = padding = 0
+        for row, count in sorted(chunks, key=lambda chunk: -chunk[1]):
+            missing = longest - count
+            if groups and padding + missing <= max(PASS_IN_TOKENS, useful // 2):
+                groups[-1].append((row, count))
+                useful, padding = useful + count, padding + missing
+            else:
+                groups.append([(row, count)])
+                longest, useful, padding = count, count, 0
+        return groups
 
     def _prefill_alone(self, row: Row, count: int) -> mx.array:
         tokens = mx.array(row.next_prompt_tokens(count))
@@ -188,7 +203,9 @@ class Forward:
         draws = self._sampler.draw(
             logits[:, -1, :], [r.sampler for r in rows], [r.processed for r in rows], inputs
         )
-        start(draws.tokens, draws.reported, state)
+        self._unstarted += [draws.tokens, draws.reported, *state]
+        if mx.default_device() == mx.gpu:
+            self.push()
         for place, row in enumerate(rows):
             row.pending = (draws.tokens, place)
         faults = [(rows[place], reason) for place, reason in draws.faults.items()]

@@ -1,7 +1,9 @@
 """How many prompt tokens one step may process while rows are waiting for their next token.
 
-Prefill is sized by time, not by count: the largest power of two whose measured cost stays under
-max(200 ms, two decode steps). It is told durations and reads no clock.
+Prefill is sized by time, not by count: as many tokens as are expected to take max(200 ms, two
+decode steps). A pass over the weights costs something however few tokens it processes, so the
+expectation is a line, fitted to what steps took; a proportion would shrink without end. Runs
+inside the scheduler's core: it is told durations and reads no clock.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ MAX_CHUNK = 2048
 MIN_CHUNK = 16
 FIRST_CHUNK = 64
 STALL_SECONDS = 0.2
+PATIENCE = 4
+"""This many times the stall while more rows wait for their first token than run."""
+FAR = 4
 SMOOTHING = 0.3
+MEMORY = 0.9
+"""What an observation is worth after the next one."""
 
 
 class ChunkSizer:
@@ -18,13 +25,26 @@ class ChunkSizer:
 
     def __init__(self) -> None:
         self.decode_seconds = 0.0
-        self._token_seconds = 0.0
-        self._chunk = FIRST_CHUNK
+        # Sums of weight, tokens, seconds, tokens², tokens·seconds of decaying observations.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._largest = FIRST_CHUNK
 
     @property
     def chunk(self) -> int:
         """Tokens that one step may prefill while other rows decode."""
-        return self._chunk
+        return self.budget(pending=1, running=1)
+
+    def budget(self, *, pending: int, running: int) -> int:
+        """The same for ``pending`` rows in prefill beside ``running`` rows that decode."""
+        if not running:
+            return MAX_CHUNK
+        limit = max(STALL_SECONDS, 2 * self.decode_seconds)
+        limit *= PATIENCE if pending > running else 1
+        fixed, each = self._line()
+        if each <= 0:
+            return FIRST_CHUNK
+        # The line says little about what lies far beyond all that was seen.
+        return _rounded(min((limit - fixed) / each, FAR * self._largest))
 
     def saw(self, *, prefilled: int, decoded: int, seconds: float) -> None:
         """Learn from one settled step of ``prefilled`` prompt tokens and ``decoded`` rows."""
@@ -33,23 +53,34 @@ class ChunkSizer:
         if not prefilled:
             if decoded:
                 self.decode_seconds = _smooth(self.decode_seconds, seconds)
-                self._resize()
             return
         spent = max(seconds - (self.decode_seconds if decoded else 0.0), seconds * 0.1)
-        # A handful of tokens costs about as much as a full pass over the weights: per-token cost
-        # learnt from it would shrink the chunk for no reason.
-        if prefilled >= self._chunk // 2:
-            self._token_seconds = _smooth(self._token_seconds, spent / prefilled)
-            self._resize()
+        seen = (1.0, prefilled, spent, prefilled**2, prefilled * spent)
+        self._sums = tuple(MEMORY * a + b for a, b in zip(self._sums, seen, strict=True))  # type: ignore[assignment]
+        self._largest = max(self._largest, prefilled)
 
-    def _resize(self) -> None:
-        if not self._token_seconds:
-            return
-        limit = max(STALL_SECONDS, 2 * self.decode_seconds)
-        if self._token_seconds * self._chunk > limit and self._chunk > MIN_CHUNK:
-            self._chunk //= 2
-        elif self._token_seconds * self._chunk * 2 <= limit and self._chunk < MAX_CHUNK:
-            self._chunk *= 2
+    def _line(self) -> tuple[float, float]:
+        """Seconds of a pass and of each token in it, by least squares; never negative."""
+        weight, tokens, seconds, squares, products = self._sums
+        if not tokens:
+            return 0.0, 0.0
+        spread = weight * squares - tokens * tokens
+        each = (weight * products - tokens * seconds) / spread if spread > 1e-6 * squares else 0.0
+        fixed = (seconds - each * tokens) / weight
+        if each <= 0 or fixed < 0:
+            return 0.0, seconds / tokens
+        return fixed, each
+
+
+def _rounded(tokens: float) -> int:
+    """Down to a power of two from 256 on (few shapes for a GPU), else to a multiple of 16."""
+    if tokens >= MAX_CHUNK:
+        return MAX_CHUNK
+    if tokens < 2 * MIN_CHUNK:
+        return MIN_CHUNK
+    if tokens < 256:
+        return int(tokens) // MIN_CHUNK * MIN_CHUNK
+    return 1 << (int(tokens).bit_length() - 1)
 
 
 def _smooth(old: float, new: float) -> float:

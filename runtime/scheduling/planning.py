@@ -21,7 +21,7 @@ from ..device import (
     StepPlan,
 )
 from ..prefix.entries import Kind, LeaseId
-from .chunks import MAX_CHUNK, ChunkSizer
+from .chunks import ChunkSizer
 from .rows import Choice, Phase, Row, choose_source
 
 KEEP_AT_LEAST = 16
@@ -148,8 +148,8 @@ class Planner:
         pending = [row for row in rows if row.phase is Phase.PREFILL]
         if not pending:
             return []
-        running = any(row.phase is Phase.DECODE for row in rows)
-        budget = self._sizer.chunk if running else MAX_CHUNK
+        running = sum(row.phase is Phase.DECODE for row in rows)
+        budget = self._sizer.budget(pending=len(pending), running=running)
         parts: list[PrefillRow] = []
         for row in _fair_order(pending, budget):
             if budget <= 0:
