@@ -2,7 +2,8 @@
 
 Prefill is sized by time, not by count: as many tokens as are expected to take max(200 ms, two
 decode steps). A pass over the weights costs something however few tokens it processes, so the
-expectation is a line, fitted to what steps took; a proportion would shrink without end. Runs
+expectation is a line, fitted to what steps took; a proportion would shrink without end. Where the
+pass itself takes most of that time, as many as double it. Runs
 inside the scheduler's core: it is told durations and reads no clock.
 """
 
@@ -43,8 +44,10 @@ class ChunkSizer:
         fixed, each = self._line()
         if each <= 0:
             return FIRST_CHUNK
+        # At least as many tokens as cost what the pass costs anyway: less would be mostly waste.
+        wanted = max((limit - fixed) / each, fixed / each)
         # The line says little about what lies far beyond all that was seen.
-        return _rounded(min((limit - fixed) / each, FAR * self._largest))
+        return _rounded(min(wanted, FAR * self._largest))
 
     def saw(self, *, prefilled: int, decoded: int, seconds: float) -> None:
         """Learn from one settled step of ``prefilled`` prompt tokens and ``decoded`` rows."""

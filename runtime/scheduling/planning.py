@@ -149,10 +149,11 @@ class Planner:
         if not pending:
             return []
         running = sum(row.phase is Phase.DECODE for row in rows)
-        budget = self._sizer.budget(pending=len(pending), running=running)
+        budget = whole = self._sizer.budget(pending=len(pending), running=running)
         parts: list[PrefillRow] = []
         for row in _fair_order(pending, budget):
-            if budget <= 0:
+            if budget <= 0 or (parts and budget < row.remaining <= whole):
+                # A short prompt is not split: it fits into the next step.
                 break
             count = _stop_at_shared(row, min(budget, row.remaining), waits.get(row.id, []), model)
             parts.append(PrefillRow(row.id, count))
