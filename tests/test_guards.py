@@ -258,3 +258,20 @@ def test_scripts_are_executable_and_parse(script: str) -> None:
     """A script with a syntax error would be found only by whoever clones."""
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_the_architecture_names_every_file_and_no_other() -> None:
+    """ARCHITECTURE.md's tree is true: each line names a file and begins its docstring."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    tree = text.split("```")[-2].strip().splitlines()
+    told = dict(line.split(maxsplit=1) for line in tree)
+    files = {
+        path.relative_to(ROOT).as_posix(): path
+        for folder in ("runtime", "actors", "http")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert set(told) == set(files)
+    for name, line in told.items():
+        doc = ast.get_docstring(ast.parse(files[name].read_text(encoding="utf-8"))) or ""
+        assert doc.splitlines()[0].startswith(line.rstrip(".")), name
