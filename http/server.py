@@ -144,7 +144,7 @@ class _Server:
         stream = BoundedStream(accepted, stall_seconds)
         self._streams.add(stream)
         try:
-            await TCPServer(
+            await _Connection(
                 self._wrapped,
                 self._config,
                 self._context,
@@ -176,6 +176,17 @@ class _Server:
         """Close every connection; its request sees a disconnect."""
         for stream in tuple(self._streams):
             stream.abort()
+
+
+class _Connection(TCPServer):
+    """hypercorn's connection, gone as soon as its client is.
+
+    Left alone, its idle timer would keep it for another ``idle_timeout`` after the client hung up.
+    """
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
 
 
 async def _watch_signals(

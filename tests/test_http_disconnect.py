@@ -211,6 +211,23 @@ async def test_two_hundred_departures_leave_nothing_behind() -> None:
     assert runtime.active == 0
 
 
+async def test_a_client_that_leaves_between_requests_leaves_nothing() -> None:
+    """A kept-alive connection goes with its client, not with the idle timeout a minute later."""
+    runtime = ScriptedRuntime(said("yes"))
+    async with serving(create_app(runtime, SETTINGS)) as url:
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        for _ in range(3):
+            client = await connect(url)
+            await client.send_all(raw_request(stream=False))
+            with trio.fail_after(PATIENCE):
+                await read_until(client, b"}}")
+            await client.aclose()
+        with trio.fail_after(PATIENCE):
+            while trio.lowlevel.current_statistics().tasks_living > tasks:
+                await trio.testing.wait_all_tasks_blocked(0.05)
+
+
 async def depart(url: str, after: bytes) -> None:
     """Read a stream up to a mark and leave."""
     client = await connect(url)
