@@ -544,3 +544,20 @@ async def test_a_stop_string_in_the_last_piece_of_text_is_a_stop(autojump_clock:
     assert text == "a"
     assert isinstance(end, Finished)
     assert end.reason is FinishReason.STOP
+
+
+async def test_the_next_turn_sent_at_once_finds_the_state_being_kept(
+    autojump_clock: object,
+) -> None:
+    """A client that answers within the copy's step waits for it instead of computing all again."""
+    device = ScriptedDevice(decode_seconds=0.05)
+    async with company(device) as (runtime, _):
+        first = tuple(range(100, 400))
+        text, _ = await run(runtime, ask(*first, max_tokens=6))
+        made = tuple(int(word) for word in text.split())
+        _, end = await run(runtime, ask(*first, *made, 7, 8, 9))
+        other = await run(runtime, ask(*first[:200], 5, 5))
+    assert isinstance(end, Finished)
+    assert end.usage.cached_tokens == len(first) + len(made) - 1
+    assert isinstance(other[1], Finished)
+    assert other[1].usage.cached_tokens == 200

@@ -52,7 +52,7 @@ class Row:
         in_flight: decodes that were launched and whose token is not known yet.
         generated: tokens known so far; the last one is not in the state unless a step ran ahead.
         hit: what the prefix cache lent, until the row has started.
-        waits_for: the row in prefill whose state this one will fork.
+        asked_at: how many states the cache had been offered when it was asked for this row.
     """
 
     spec: RowSpec
@@ -66,6 +66,7 @@ class Row:
     hit: FromSnapshot | None = None
     lease: LeaseId | None = None
     keep_prompt: bool = False
+    asked_at: int = 0
     cancelled: bool = False
 
     @property
