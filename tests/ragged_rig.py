@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,33 @@ class Troupe:
             at = self.batch.length(row) - self.starts[row]
             assert_equal(logits[i], self.expected[row][at : at + columns])
         self.batch.commit(columns if kept is None else kept)
+
+    def prefill(self, counts: Mapping[int, int]) -> None:
+        """One pass over the rows' next tokens, right-padded, as many of each as ``counts`` says."""
+        caches = self.batch.begin(max(counts.values()))
+        rows, longest = self.batch.rows, max(counts.values())
+        at = {row: self.batch.length(row) for row in rows}
+        tokens = [
+            self.texts[row][at[row] : at[row] + counts[row]] + (0,) * (longest - counts[row])
+            for row in rows
+        ]
+        logits = self.model(mx.array(tokens), cache=caches)
+        for i, row in enumerate(rows):
+            first = at[row] - self.starts[row]
+            expected = self.expected[row][first : first + counts[row]]
+            assert_equal(logits[i, : counts[row]], expected)
+        self.batch.commit([counts[row] for row in rows])
+
+    def adopt(self, other: Troupe, row: int) -> None:
+        """Take a row over from another batch, with its text."""
+        name = RowId(row)
+        self.batch.adopt(name, other.batch)
+        for mine, theirs in (
+            (self.texts, other.texts),
+            (self.starts, other.starts),
+            (self.expected, other.expected),
+        ):
+            mine[name] = theirs[name]  # type: ignore[index]
 
 
 LENGTHS = (3, 60, 17, 1, 126, 40, 0, 62)

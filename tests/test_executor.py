@@ -314,6 +314,48 @@ def test_forks_of_a_live_row_equal_rows_of_their_own(
         assert driver.tokens[row][: len(wanted)] == wanted, f"row {row}"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_rows_in_a_shared_prefill_are_kept_forked_ended_and_left_alone(
+    family: str, checkpoints: Callable[..., Path], drive: Callable[..., Driver]
+) -> None:
+    """Between two shared chunks a row is kept, forked and ended, and one goes on alone."""
+    path, driver = checkpoints(family), drive(family)
+    forward = driver.device._forward
+    assert forward is not None
+    prompts = {A: prompt(9, 1), B: prompt(40, 2), C: prompt(31, 3)}
+    starts = tuple(StartRow(row, ids, GREEDY, Cold()) for row, ids in prompts.items())
+    driver.step(start=starts, prefill=tuple(PrefillRow(row, 8) for row in prompts))
+    driver.drain()
+    one_row = 8 * driver.info.kv_bytes_per_token
+    assert set(forward._homes) == {A, B, C}
+    assert 3 * one_row <= driver.device.stats().kv_bytes <= 3 * 64 * one_row // 8
+    whole = {D: (*prompts[B][:8], *prompt(6, 4))}
+    driver.step(
+        keep=(KeepRow(C, 7, KEPT),),
+        start=(StartRow(D, whole[D], GREEDY, FromRow(B, 8)),),
+        end=(B,),
+        prefill=(PrefillRow(C, 9), PrefillRow(D, 5)),
+        decode=(A,),
+    )
+    driver.step(prefill=(PrefillRow(C, 13),), decode=(D, A))
+    driver.decode(10, C, A, D)
+    assert set(forward._homes) == {A, C, D}
+    E = RowId(5)
+    whole |= {A: prompts[A], C: prompts[C], E: (*prompts[C][:7], *prompt(3, 5))}
+    driver.start(E, whole[E], FromSnapshot(KEPT, 7))
+    driver.decode(8, E)
+    assert not driver.failed
+    for row, ids in whole.items():
+        count = len(driver.tokens[row])
+        assert count >= 8
+        wanted = solo(path, ids, count)
+        assert driver.tokens[row][: len(wanted)] == wanted, f"row {row}"
+    driver.step(end=(A, C, D, E))
+    driver.drain()
+    assert driver.device.stats().kv_bytes == 0
+    assert not forward._homes
+
+
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("qwen3", 2)])
 def test_any_schedule_gives_every_row_its_solo_ids(
     family: str, seed: int, checkpoints: Callable[..., Path], drive: Callable[..., Driver]

@@ -17,7 +17,7 @@ from tiny import prompt
 
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import layouts
-from mlx_troupe.runtime.engine.batch import CannotTrim, RaggedPrefill, RowBatch
+from mlx_troupe.runtime.engine.batch import CannotTrim, RowBatch
 
 pytestmark = pytest.mark.mlx
 
@@ -120,30 +120,64 @@ def test_exports_are_copies() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_lone_rows_are_prefilled_together(name: str) -> None:
-    """Right-padded rows with and without a past fill their own caches as if alone."""
+def test_rows_are_prefilled_together_and_handed_over(name: str) -> None:
+    """Right-padded rows with and without a past, in one pass, then one by one in other batches."""
     model = model_named(name)
-    befores, counts = (0, 0, 7, 30), (5, 1, 12, 3)
-    texts = [
-        prompt(b + c + 4, seed=i) for i, (b, c) in enumerate(zip(befores, counts, strict=True))
-    ]
-    caches = [solo_prefill(model, text[:b]) for text, b in zip(texts, befores, strict=True)]
-    tokens = [
-        (*text[b : b + c], *(0,) * (max(counts) - c))
-        for text, b, c in zip(texts, befores, counts, strict=True)
-    ]
-    together = model(mx.array(tokens), cache=RaggedPrefill(caches, counts).caches)
-    for i, (text, b, c) in enumerate(zip(texts, befores, counts, strict=True)):
-        expected = solo_logits(model, text, b)
-        assert_equal(together[i, :c], expected[:c])
-        assert all(cache.offset == b + c for cache in caches[i])
-        assert_equal(model(mx.array([text[b + c :]]), cache=caches[i])[0], expected[c:])
+    nursery, batch = Troupe(model), Troupe(model)
+    counts = dict(enumerate((5, 1, 12, 3)))
+    for row, before in enumerate((0, 0, 7, 58)):
+        nursery.add(row, before, steps=40)
+    batch.add(9, 20)
+    batch.step()
+    for _ in range(2):
+        nursery.prefill(counts)
+    for row in (2, 0, 3):
+        batch.adopt(nursery, row)
+        batch.step()
+        nursery.prefill(dict.fromkeys(nursery.batch.rows, 2))
+    assert nursery.batch.rows == (1,)
+    batch.step(4)
+    alone = nursery.batch.export(RowId(1), 8)
+    text, expected = nursery.texts[RowId(1)], nursery.expected[RowId(1)]
+    assert_equal(model(mx.array([text[8:12]]), cache=alone)[0], expected[8:12])
 
 
-def test_sliding_rows_are_not_prefilled_together() -> None:
-    """Only plain caches take a padded pass."""
-    with pytest.raises(TypeError):
-        RaggedPrefill([solo_prefill(model_named("sliding"), (3, 4))], [2])
+def test_a_row_of_nans_in_a_shared_prefill_hurts_nobody() -> None:
+    """Neither in the pass, nor those who stand in its slots after it was handed over."""
+    model = model_named("llama")
+    nursery, batch = Troupe(model), Troupe(model)
+    for row in range(3):
+        nursery.add(row, 8, steps=30)
+    bad = RowId(0)
+    caches = nursery.batch.export(bad, 8)
+    for cache in caches:
+        cache.keys, cache.values = cache.keys * float("nan"), cache.values * float("nan")
+    nursery.batch.leave(bad)
+    nursery.batch.join(bad, caches)
+    logits = nursery.forward(9)
+    for place, row in enumerate(nursery.batch.rows):
+        assert bool(mx.isfinite(logits[place]).all().item()) is (row != bad)
+    nursery.batch.commit(9)
+    batch.adopt(nursery, bad)
+    for row in (1, 2):
+        nursery.step(2)
+        batch.adopt(nursery, row)
+    batch.drop(bad, poisoned=True)
+    batch.step()
+
+
+def test_a_handed_over_ring_keeps_its_turns() -> None:
+    """Sliding rows change batches at any length, short of a turn, amid one and after several."""
+    model = model_named("sliding")
+    first, second = Troupe(model), Troupe(model)
+    for row, length in enumerate((2, 14, 31, 33, 70)):
+        first.add(row, length, steps=60)
+    for _ in range(4):
+        first.step(3)
+        for row in first.batch.rows:
+            second.adopt(first, row)
+        second.step(2)
+        first, second = second, first
 
 
 def test_strangers_and_wrong_states_are_errors() -> None:

@@ -21,13 +21,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..device import RowId
-from .groups import Groups
+from .groups import Groups, capacity_for
 from .layouts import SLACK, Image, LayerBuffers, Piece, RowsCache, Step
 from .lone import CannotTrim, give_cache, take_image, window_of_cache
-from .prefill import RaggedPrefill
 from .selfcheck import why_not_batchable
 
-__all__ = ["CannotTrim", "RaggedPrefill", "RowBatch", "why_not_batchable"]
+__all__ = ["CannotTrim", "RowBatch", "why_not_batchable"]
 
 
 class RowBatch:
@@ -74,6 +73,28 @@ class RowBatch:
         self._joining[row] = [image for image, _ in pairs]
         self._oldest[row] = [oldest for _, oldest in pairs]
         self._written[row] = length
+
+    def adopt(self, row: RowId, source: RowBatch) -> None:
+        """Take a row over from another batch of the same model, which it leaves.
+
+        The bytes are copied by the next :meth:`begin`, straight from slot to slot; until then
+        ``source`` must not be stepped, or it copies what it writes. Raises ValueError for a row
+        that is here and KeyError for one that is not there.
+        """
+        length = source.length(row)
+        self._groups.join(row, length)
+        images, layers = source._images(row), self._layers
+        self._joining[row] = [
+            image and image.first(min(length, layer.depth(capacity_for(length + 1))))
+            for image, layer in zip(images, layers, strict=True)
+        ]
+        self._oldest[row] = [
+            source._oldest_held(row, layer, oldest)
+            for layer, oldest in zip(layers, source._oldest[row], strict=True)
+        ]
+        self._written[row] = source._written[row]
+        # What it leaves behind may be broken without anybody knowing yet.
+        source.leave(row, poisoned=True)
 
     def leave(self, row: RowId, *, poisoned: bool = False) -> None:
         """Drop a row. A ``poisoned`` row's slot is zeroed before anyone reads it again.

@@ -6,8 +6,9 @@ prefix index and no text.
 
 A launch builds lazy graphs and starts them with ``mx.async_eval``; a settle reads back one small
 array of ids. On a CPU ``async_eval`` returns only when nearly all is computed, so there a decode is
-started by the push that follows the settle of the step before it. Copies of row states are started before the forward of their step, so that the
-forward finds nobody else holding the buffers it writes into.
+started by the push that follows the settle of the step before it. Copies of row states are started
+before the forward of their step, so that the forward finds nobody else holding the buffers it
+writes into.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The forward passes of a step: prefill chunks, and decode of lone and batched rows.
 
-Owns the batch and decides which rows stand in it: rows decode together when the model allows it
-and there are at least two of them; otherwise each keeps mlx-lm's own caches, which makes a lone
-row bit-exact with mlx-lm. Runs on the device thread and never waits. Knows no plans and no steps.
+Owns the batches and decides which rows stand in which: rows decode together when the model allows
+it and there are at least two of them; otherwise each keeps mlx-lm's own caches, which makes a lone
+row bit-exact with mlx-lm. Short rows that are prefilled together stand in a batch of their own from
+then on to their first decode. Runs on the device thread and never waits. Knows no plans and no
+steps.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from ..device import RowId
-from .batch import RaggedPrefill, RowBatch
+from .batch import RowBatch
 from .lazy import fence, start
 from .rows import Row, next_inputs
 from .sampling import Sampler
@@ -35,6 +37,9 @@ Fault = tuple[Row, str]
 PASS_IN_TOKENS = 32
 """Padding that costs no more than another pass over the weights would."""
 
+SHORT_CHUNK, SHORT_ROW = 128, 512
+"""Rows with more new tokens, or more tokens after them, gain nothing from a shared prefill."""
+
 
 class Forward:
     """Runs the model for the executor's rows.
@@ -49,31 +54,33 @@ class Forward:
         self._ragged = ragged
         self._batch: Any = RowBatch(model) if together else None
         self._batched: dict[RowId, Row] = {}
+        self._homes: dict[RowId, Any] = {}
         self._unstarted: list[mx.array] = []
 
     @property
     def num_batched(self) -> int:
-        """Rows that stand in the batch."""
+        """Rows that stand in the batch that decodes."""
         return len(self._batched)
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of the batch's state."""
-        return self._batch.nbytes if self._batched else 0
+        """Bytes of all batches' states."""
+        return sum(home.nbytes for home in set(self._homes.values()))
 
     def drop(self, row: Row) -> None:
         """Forget a row's state; a failed row's slot is cleaned before anyone uses it again."""
-        if self._batched.pop(row.id, None) is not None:
-            self._batch.leave(row.id, poisoned=row.failed)
+        if (home := self._homes.pop(row.id, None)) is not None:
+            home.leave(row.id, poisoned=row.failed or home is not self._batch)
+        self._batched.pop(row.id, None)
         row.caches = None
 
     def copy(self, row: Row, length: int) -> list[Any]:
         """A compact copy (lazy) of a row's first ``length`` tokens. Raises CannotCut."""
-        if row.id not in self._batched:
+        if (home := self._homes.get(row.id)) is None:
             return compact(row.state(length))
         if not 0 < length <= row.processed:
             raise CannotCut(f"the row holds {row.processed} tokens, not {length}")
-        exported: list[Any] = self._batch.export(row.id, length)
+        exported: list[Any] = home.export(row.id, length)
         return exported
 
     def prefill(self, chunks: Sequence[tuple[Row, int]]) -> tuple[list[mx.array], list[Fault]]:
@@ -87,7 +94,9 @@ class Forward:
         lost = {row.id for row, _ in faults}
         for group in self._prefill_groups([c for c in chunks if c[0].id not in lost]):
             if len(group) > 1:
-                fences.append(self._prefill_together(group))
+                fence, failed = self._prefill_together(group)
+                fences += fence
+                faults += failed
                 continue
             row, count = group[0]
             try:
@@ -125,11 +134,12 @@ class Forward:
     def _prefill_groups(self, chunks: Sequence[tuple[Row, int]]) -> list[list[tuple[Row, int]]]:
         if not self._ragged or len(chunks) < 2:
             return [[chunk] for chunk in chunks]
-        groups: list[list[tuple[Row, int]]] = []
+        groups = [[chunk] for chunk in chunks if not _is_short(*chunk)]
         longest = useful = padding = 0
-        for row, count in sorted(chunks, key=lambda chunk: -chunk[1]):
+        short = [chunk for chunk in chunks if _is_short(*chunk)]
+        for row, count in sorted(short, key=lambda chunk: -chunk[1]):
             missing = longest - count
-            if groups and padding + missing <= max(PASS_IN_TOKENS, useful // 2):
+            if useful and padding + missing <= max(PASS_IN_TOKENS, useful // 2):
                 groups[-1].append((row, count))
                 useful, padding = useful + count, padding + missing
             else:
@@ -138,18 +148,36 @@ class Forward:
         return groups
 
     def _prefill_alone(self, row: Row, count: int) -> mx.array:
+        self._park(row)
         tokens = mx.array(row.next_prompt_tokens(count))
         self._model(tokens[None], cache=_lone_caches(row))
-        return _launch_state([row], [count])
+        return _launch_state([(row, count)], arrays_of(_lone_caches(row)))
 
-    def _prefill_together(self, group: Sequence[tuple[Row, int]]) -> mx.array:
-        rows = [row for row, _ in group]
-        counts = [count for _, count in group]
-        longest = max(counts)
-        padded = [row.next_prompt_tokens(count) + (0,) * (longest - count) for row, count in group]
-        ragged = RaggedPrefill([_lone_caches(row) for row in rows], counts)
-        self._model(mx.array(padded), cache=ragged.caches)
-        return _launch_state(rows, counts)
+    def _prefill_together(
+        self, group: Sequence[tuple[Row, int]]
+    ) -> tuple[list[mx.array], list[Fault]]:
+        nursery = self._nursery_of([row for row, _ in group])
+        faults = [fault for row, _ in group for fault in self._move(row, nursery)]
+        lost = {row.id for row, _ in faults}
+        chunks = {row.id: (row, count) for row, count in group if row.id not in lost}
+        if not chunks:
+            return [], faults
+        longest = max(count for _, count in chunks.values())
+        caches = nursery.begin(longest)
+        ordered = [chunks[row_id] for row_id in nursery.rows]
+        padded = [
+            row.next_prompt_tokens(count) + (0,) * (longest - count) for row, count in ordered
+        ]
+        self._model(mx.array(padded), cache=caches)
+        nursery.commit([count for _, count in ordered])
+        return [_launch_state(ordered, nursery.arrays)], faults
+
+    def _nursery_of(self, rows: Sequence[Row]) -> Any:
+        """The batch in which exactly these rows stand, or a new one."""
+        home = self._homes.get(rows[0].id)
+        if home is not None and {row.id for row in rows} == set(home.rows):
+            return home
+        return RowBatch(self._model)
 
     def _arrange(self, wanted: Sequence[Row]) -> list[Fault]:
         """Bring exactly the rows wanted into the batch; the others go back to their own caches."""
@@ -161,23 +189,39 @@ class Forward:
             except Exception as error:
                 faults.append((row, f"the row could not leave the batch: {error}"))
         for row in wanted:
-            if row.id in self._batched:
-                continue
-            try:
-                self._batch.join(row.id, _lone_caches(row))
-            except Exception as error:
-                faults.append((row, f"the row could not join the batch: {error}"))
-                continue
-            row.caches = None
-            row.forget_before()
-            self._batched[row.id] = row
+            if row.id not in self._batched:
+                failed = self._move(row, self._batch)
+                faults += failed
+                if not failed:
+                    self._batched[row.id] = row
         return faults
 
+    def _move(self, row: Row, home: Any) -> list[Fault]:
+        """Bring a row into a batch, from its own caches or out of another batch."""
+        before = self._homes.get(row.id)
+        if before is home:
+            return []
+        try:
+            if before is None:
+                home.join(row.id, _lone_caches(row))
+            else:
+                home.adopt(row.id, before)
+        except Exception as error:
+            return [(row, f"the row could not join the batch: {error}")]
+        self._homes[row.id] = home
+        row.caches = None
+        row.forget_before()
+        return []
+
     def _park(self, row: Row) -> None:
-        caches = self._batch.export(row.id, row.processed)
+        """Give a row that stands in a batch caches of its own."""
+        if (home := self._homes.get(row.id)) is None:
+            return
+        caches = home.export(row.id, row.processed)
         start(arrays_of(caches))
-        self._batch.leave(row.id)
-        del self._batched[row.id]
+        home.leave(row.id, poisoned=home is not self._batch)
+        del self._homes[row.id]
+        self._batched.pop(row.id, None)
         row.caches = caches
         row.forget_before()
 
@@ -190,6 +234,7 @@ class Forward:
         return self._draw(rows, inputs, logits, self._batch.arrays)
 
     def _decode_alone(self, row: Row) -> tuple[Drawn, list[Fault]]:
+        self._park(row)
         inputs = next_inputs([row])
         row.remember()
         logits = self._model(inputs[None], cache=_lone_caches(row))
@@ -218,11 +263,14 @@ def _lone_caches(row: Row) -> list[Any]:
     return row.caches
 
 
-def _launch_state(rows: Sequence[Row], counts: Sequence[int]) -> mx.array:
+def _is_short(row: Row, count: int) -> bool:
+    return count <= SHORT_CHUNK and row.processed + count <= SHORT_ROW
+
+
+def _launch_state(chunks: Sequence[tuple[Row, int]], state: list[mx.array]) -> mx.array:
     """Start what is lazy in the rows' states; the logits of a prefill are never computed."""
-    state = [x for row in rows for x in arrays_of(_lone_caches(row))]
     start(state)
-    for row, count in zip(rows, counts, strict=True):
+    for row, count in chunks:
         row.advance(count)
         row.forget_before()
     return fence(state[-1]) if state else mx.zeros(())

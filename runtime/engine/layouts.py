@@ -97,6 +97,10 @@ class Image:
     keys: mx.array
     values: mx.array
 
+    def first(self, tokens: int) -> Image:
+        """Its first ``tokens`` slots' worth, a view."""
+        return Image(self.keys[..., :tokens, :], self.values[..., :tokens, :])
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -56,21 +56,28 @@ def names_attention(model: nn.Module) -> bool:
 def rows_agree(model: nn.Module) -> bool:
     """Run two rows of different lengths alone, prefilled together, and one step as a batch."""
     from .batch import RowBatch
-    from .prefill import RaggedPrefill
 
     ids = [_ids(model, length + 1) for length in LENGTHS]
     rows = [make_prompt_cache(model) for _ in ids]
     alone = [model(mx.array([t]), cache=make_prompt_cache(model))[0] for t in ids]
-    if all(type(cache) is KVCache for cache in rows[0]):
-        padded = [tokens[:-1] + [0] * (max(LENGTHS) - len(tokens) + 1) for tokens in ids]
-        together = model(mx.array(padded), cache=RaggedPrefill(rows, LENGTHS).caches)
-        prefilled = [together[i, :length] for i, length in enumerate(LENGTHS)]
-    else:
-        pairs = zip(ids, rows, strict=True)
-        prefilled = [model(mx.array([tokens[:-1]]), cache=row)[0] for tokens, row in pairs]
     batch = RowBatch(model)
-    for i, row in enumerate(rows):
-        batch.join(RowId(i), row)
+    if all(type(cache) is KVCache for cache in rows[0]):
+        for i, row in enumerate(rows):
+            batch.join(RowId(i), row)
+        caches = batch.begin(max(LENGTHS))
+        padded = [
+            ids[row][: LENGTHS[row]] + [0] * (max(LENGTHS) - LENGTHS[row]) for row in batch.rows
+        ]
+        together = model(mx.array(padded), cache=caches)
+        prefilled = {row: together[place, : LENGTHS[row]] for place, row in enumerate(batch.rows)}
+        batch.commit([LENGTHS[row] for row in batch.rows])
+    else:
+        prefilled = {
+            RowId(i): model(mx.array([tokens[:-1]]), cache=row)[0]
+            for i, (tokens, row) in enumerate(zip(ids, rows, strict=True))
+        }
+        for i, row in enumerate(rows):
+            batch.join(RowId(i), row)
     caches = batch.begin(1)
     step = model(mx.array([[ids[row][-1]] for row in batch.rows]), cache=caches)
     return all(
