@@ -8,7 +8,8 @@ its cancellation, at any moment, posts one Cancel and ends its row before the ne
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import trio
@@ -27,6 +28,7 @@ from mlx_troupe.runtime.requests import (
     Finished,
     FinishReason,
     GenerationRequest,
+    Prompt,
     TextPrompt,
     TokenPrompt,
     Usage,
@@ -55,16 +57,32 @@ log = logging.getLogger(__name__)
 LONG_PROMPT = 2_000
 """Characters from which a prompt is rendered and encoded off the event loop (about 2 ms). Ids need
 only be checked, and count as a tenth."""
+MESSAGE_COST = 20
+"""What a message costs to render beside its text, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextTools:
-    """What turns prompts into ids and ids into text; shared by all requests of a model."""
+    """What turns prompts into ids and ids into text; shared by all requests of a model.
+
+    ``off_loop`` lets one prompt at a time be built on a thread: the tokenizer serves one caller at
+    a time, and whoever waits for it must not be the event loop.
+    """
 
     tokenizer: Tokenizer
     builder: PromptBuilder
     provenance: Provenance
     defaults: SamplingDefaults
+    off_loop: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
+
+    async def build(self, prompt: Prompt) -> BuiltPrompt:
+        """Token ids of a prompt. Raises InvalidRequest."""
+        if _size(prompt) < LONG_PROMPT and not self.off_loop.borrowed_tokens:
+            return self.builder.build(prompt)
+        # An abandoned thread keeps the limiter until it has let go of the tokenizer.
+        return await trio.to_thread.run_sync(
+            self.builder.build, prompt, abandon_on_cancel=True, limiter=self.off_loop
+        )
 
 
 class RequestActor:
@@ -131,7 +149,7 @@ class RequestActor:
     async def _run(self) -> None:
         check_request(self._request)
         sampling = resolve_sampling(self._request.sampling, self._tools.defaults, self._model)
-        built = await self._build()
+        built = await self._tools.build(self._request.prompt)
         self._prompt_tokens = len(built.ids)
         limit = token_limit(
             self._prompt_tokens, self._request.max_tokens, self._settings, self._model
@@ -143,14 +161,6 @@ class RequestActor:
         with receive:
             await self._submit(spec, send)
             await self._read(receive, self._stream(built, stop_ids))
-
-    async def _build(self) -> BuiltPrompt:
-        prompt = self._request.prompt
-        if _size(prompt) < LONG_PROMPT:
-            return self._tools.builder.build(prompt)
-        return await trio.to_thread.run_sync(
-            self._tools.builder.build, prompt, abandon_on_cancel=True
-        )
 
     async def _submit(self, spec: RowSpec, send: trio.MemorySendChannel[RowEvent]) -> None:
         reply: Reply[None] = Reply()
@@ -211,13 +221,30 @@ class RequestActor:
             )
 
 
-def _size(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> int:
+def _size(prompt: Prompt) -> int:
+    """Roughly how long a prompt takes to build, in characters of plain text."""
     match prompt:
-        case ChatPrompt(messages):
-            return sum(len(message.content) for message in messages)
+        case ChatPrompt(messages, template_kwargs):
+            return _text_in(template_kwargs) + sum(
+                MESSAGE_COST + len(message.content) + _text_in(message.extra)
+                for message in messages
+            )
         case TextPrompt(text):
             return len(text)
         case TokenPrompt(ids):
             return len(ids) // 10
         case _:
             assert_never(prompt)
+
+
+def _text_in(value: object) -> int:
+    """Characters and items in a JSON value: calls, reasoning and settings are rendered too."""
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(len(key) + _text_in(item) for key, item in value.items())
+        case list() | tuple():
+            return sum(map(_text_in, value))
+        case _:
+            return 1
