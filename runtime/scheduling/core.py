@@ -31,7 +31,6 @@ from .chunks import ChunkSizer
 from .effects import (
     Discard,
     Effect,
-    LookUp,
     QueueFull,
     ReturnLease,
     RowBroken,
@@ -39,14 +38,12 @@ from .effects import (
     RowSpec,
     SchedulerStats,
     Started,
-    Store,
     TokenMade,
 )
-from .planning import PendingKeep, Planned, Planner
-from .rows import MIN_SHARED, Phase, Row, shared_length
+from .keeps import Keeps
+from .planning import Planned, Planner
+from .rows import Phase, Row
 
-RECENT = 64
-"""States offered to the cache that are remembered for lookups already on their way."""
 PIPELINE = 2
 """Steps under way at most: one running and one queued."""
 
@@ -79,10 +76,7 @@ class SchedulerCore:
         self._rows: dict[RowId, Row] = {}
         self._waiting: deque[Row] = deque()
         self._steps: deque[Planned] = deque()
-        self._keeps: dict[SnapshotId, PendingKeep] = {}
-        self._asks_again: dict[SnapshotId, list[RowId]] = {}
-        self._stored: deque[PendingKeep] = deque(maxlen=RECENT)
-        self._num_stored = 0
+        self._keeps = Keeps()
         self._numbers = 0
         self.sizer = ChunkSizer()
         self._planner = Planner(self.sizer, new_snapshot=new_snapshot, cache=cache)
@@ -116,13 +110,10 @@ class SchedulerCore:
         row = self._rows.get(row_id)
         if row is None or row.phase is not Phase.LOOKING:
             return () if hit is None else (ReturnLease(hit.lease),)
-        better = self._better(row, 0 if hit is None else hit.length)
-        if better is not None:
-            back = () if hit is None else (ReturnLease(hit.lease),)
-            if better.snapshot in self._keeps:
-                self._asks_again.setdefault(better.snapshot, []).append(row_id)
-                return back
-            return (*back, self._look_up(row))
+        assert self.model is not None
+        again = self._keeps.ask_again(row, 0 if hit is None else hit.length, self.model)
+        if again is not None:
+            return (*again, *(() if hit is None else (ReturnLease(hit.lease),)))
         row.move(Phase.READY)
         if hit is not None:
             row.hit = FromSnapshot(hit.snapshot, hit.length)
@@ -186,7 +177,6 @@ class SchedulerCore:
             effects += [ReturnLease(lease) for lease in planned.leases]
         self._steps.clear()
         self._keeps.clear()
-        self._asks_again.clear()
         return tuple(effects)
 
     def cache_lost(self) -> None:
@@ -217,7 +207,7 @@ class SchedulerCore:
             return None
         self._steps.append(planned)
         for keep in planned.keeps:
-            self._keeps[keep.snapshot] = keep
+            self._keeps.begin(keep)
         for row_id in planned.plan.end:
             row = self._rows.pop(row_id)
             if not row.cancelled:
@@ -271,7 +261,7 @@ class SchedulerCore:
             live += 1
             row.move(Phase.LOOKING)
             if self._cache and len(row.spec.prompt) > 1:
-                yield self._look_up(row)
+                yield self._keeps.ask(row)
             else:
                 row.move(Phase.READY)
 
@@ -310,50 +300,12 @@ class SchedulerCore:
             yield RowBroken(failed.row, failed.reason)
 
     def _kept(self, kept: SnapshotMade | SnapshotSkipped) -> Iterator[Effect]:
-        pending = self._keeps.pop(kept.snapshot, None)
-        yield from self._place(kept, pending)
-        # After the state was offered, so that the cache answers with it.
-        for row_id in self._asks_again.pop(kept.snapshot, ()):
-            row = self._rows.get(row_id)
-            if row is not None and row.phase is Phase.LOOKING:
-                yield self._look_up(row)
-
-    def _look_up(self, row: Row) -> LookUp:
-        row.asked_at = self._num_stored
-        return LookUp(row.id, row.spec.prompt)
-
-    def _better(self, row: Row, length: int) -> PendingKeep | None:
-        """A state that the cache did not know when it was asked and that serves a row better.
-
-        It is still being copied, or was offered since: the next turn of a chat arrives within
-        milliseconds of the end of the last one.
-        """
-        assert self.model is not None
-        since = min(self._num_stored - row.asked_at, len(self._stored))
-        best: PendingKeep | None = None
-        for pending in (*self._keeps.values(), *list(self._stored)[len(self._stored) - since :]):
-            common = shared_length(row.ids, np.asarray(pending.ids, dtype=np.int64))
-            usable = min(common, row.prompt_goal)
-            whole = common == len(pending.ids)
-            if usable >= length + MIN_SHARED and (whole or self.model.can_trim(len(pending.ids))):
-                best, length = pending, usable
-        return best
-
-    def _place(
-        self, kept: SnapshotMade | SnapshotSkipped, pending: PendingKeep | None
-    ) -> Iterator[Effect]:
-        match kept:
-            case SnapshotMade(snapshot, length, nbytes):
-                if pending is not None and length == len(pending.ids):
-                    self._num_stored += 1
-                    self._stored.append(pending)
-                    yield Store(snapshot, pending.ids, nbytes, pending.kind)
-                else:
-                    yield Discard(snapshot)
-            case SnapshotSkipped():
-                pass
-            case _:
-                assert_never(kept)
+        placed, waiting = self._keeps.settle(kept)
+        yield from placed
+        for row in waiting:
+            # After the state was offered, so that the cache answers with it.
+            if self._rows.get(row.id) is row and row.phase is Phase.LOOKING:
+                yield self._keeps.ask(row)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state contradicts itself; tests call it after each step."""

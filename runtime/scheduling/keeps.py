@@ -1,0 +1,94 @@
+"""States on their way to the prefix cache, and the rows that had better wait for them.
+
+Part of the scheduler's core. The next turn of a chat arrives within milliseconds of the end of the
+last one: its lookup would overtake the copy of the state that serves it. Here a row learns that
+such a state is still being copied, or was offered to the cache since it was asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import assert_never
+
+import numpy as np
+
+from ..device import ModelInfo, SnapshotId, SnapshotMade, SnapshotSkipped
+from .effects import Discard, LookUp, Store
+from .planning import PendingKeep
+from .rows import MIN_SHARED, Row, shared_length
+
+RECENT = 64
+"""States offered to the cache that are remembered for lookups already on their way."""
+
+
+class Keeps:
+    """Copies under way, copies lately offered, and who waits for which."""
+
+    def __init__(self) -> None:
+        self._copying: dict[SnapshotId, PendingKeep] = {}
+        self._waiting: dict[SnapshotId, list[Row]] = {}
+        self._offered: deque[PendingKeep] = deque(maxlen=RECENT)
+        self._num_offered = 0
+
+    def begin(self, pending: PendingKeep) -> None:
+        """A copy was planned."""
+        self._copying[pending.snapshot] = pending
+
+    def clear(self) -> None:
+        """The device lost everything."""
+        self._copying.clear()
+        self._waiting.clear()
+
+    def settle(
+        self, kept: SnapshotMade | SnapshotSkipped
+    ) -> tuple[list[Store | Discard], list[Row]]:
+        """A copy is made or not: what becomes of it, and the rows that waited for it."""
+        pending = self._copying.pop(kept.snapshot, None)
+        return list(self._place(kept, pending)), self._waiting.pop(kept.snapshot, [])
+
+    def ask(self, row: Row) -> LookUp:
+        """The row's question to the cache, marked with what the cache knows by now."""
+        row.asked_at = self._num_offered
+        return LookUp(row.id, row.spec.prompt)
+
+    def ask_again(self, row: Row, length: int, model: ModelInfo) -> tuple[LookUp, ...] | None:
+        """Whether a state unknown to the cache when it was asked serves ``row`` better.
+
+        None: no. Otherwise the row asks again, now or (empty) when the copy has settled.
+        """
+        better = self._better(row, length, model)
+        if better is None:
+            return None
+        if better.snapshot not in self._copying:
+            return (self.ask(row),)
+        self._waiting.setdefault(better.snapshot, []).append(row)
+        return ()
+
+    def _better(self, row: Row, length: int, model: ModelInfo) -> PendingKeep | None:
+        since = min(self._num_offered - row.asked_at, len(self._offered))
+        lately = list(self._offered)[len(self._offered) - since :]
+        best: PendingKeep | None = None
+        for pending in (*self._copying.values(), *lately):
+            common = shared_length(row.ids, np.asarray(pending.ids, dtype=np.int64))
+            usable = min(common, row.prompt_goal)
+            whole = common == len(pending.ids)
+            if usable >= length + MIN_SHARED and (whole or model.can_trim(len(pending.ids))):
+                best, length = pending, usable
+        return best
+
+    def _place(
+        self, kept: SnapshotMade | SnapshotSkipped, pending: PendingKeep | None
+    ) -> Iterator[Store | Discard]:
+        match kept:
+            case SnapshotMade(snapshot, length, nbytes):
+                if pending is None or length != len(pending.ids):
+                    yield Discard(snapshot)
+                    return
+                self._num_offered += 1
+                self._offered.append(pending)
+                yield Store(snapshot, pending.ids, nbytes, pending.kind)
+            case SnapshotSkipped():
+                return
+            case _:
+                assert_never(kept)
