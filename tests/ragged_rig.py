@@ -16,6 +16,7 @@ from tiny import load_oracle, make_checkpoint, prompt
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
+from mlx_troupe.runtime.engine.positions import install_rope
 
 TOLERANCE = 1e-3
 WINDOW = 16
@@ -38,6 +39,7 @@ def model_named(name: str) -> nn.Module:
         mx.eval(model.parameters())
     object.__setattr__(model, "solo_runs", {})
     install_attention()
+    install_rope(model)
     return model
 
 

@@ -19,6 +19,7 @@ from ..device import RowId
 from .activations import install_swiglu
 from .attention import NAME, install_attention
 from .lone import window_of_cache
+from .positions import install_rope
 
 LENGTHS = (5, 9)
 
@@ -35,6 +36,7 @@ def why_not_batchable(model: nn.Module) -> str | None:
         return f"{family} computes attention in a way of its own"
     install_attention()
     install_swiglu()
+    install_rope(model)
     try:
         agree = rows_agree(model)
     except Exception as error:
