@@ -152,7 +152,11 @@ class RequestActor:
         built = await self._tools.build(self._request.prompt)
         self._prompt_tokens = len(built.ids)
         limit = token_limit(
-            self._prompt_tokens, self._request.max_tokens, self._settings, self._model
+            self._prompt_tokens,
+            self._request.max_tokens,
+            self._settings,
+            self._model,
+            param="messages" if isinstance(self._request.prompt, ChatPrompt) else "prompt",
         )
         stop_ids = self._tools.tokenizer.eos_ids | frozenset(self._request.stop_token_ids)
         spec = RowSpec(self._row, built.ids, sampling, limit, stop_ids)

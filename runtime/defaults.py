@@ -96,12 +96,17 @@ def check_request(request: GenerationRequest) -> None:
 
 
 def token_limit(
-    prompt_tokens: int, wanted: int | None, settings: Settings, model: ModelInfo
+    prompt_tokens: int,
+    wanted: int | None,
+    settings: Settings,
+    model: ModelInfo,
+    *,
+    param: str = "messages",
 ) -> int:
     """Most tokens to generate: the client's, the operator's and the window's least.
 
     Raises:
-        ContextLengthExceeded: the prompt alone fills the window.
+        ContextLengthExceeded: the prompt alone fills the window; it names ``param``.
     """
     window = model.context_window or UNKNOWN_WINDOW
     room = window - prompt_tokens
@@ -109,7 +114,7 @@ def token_limit(
         raise ContextLengthExceeded(
             f"the prompt has {prompt_tokens} tokens, but the context window of {model.name} is "
             f"{window} tokens and at least one must be left for the answer",
-            param="messages",
+            param=param,
         )
     return min(n for n in (room, wanted, settings.max_tokens) if n is not None)
 

@@ -30,10 +30,12 @@ from mlx_troupe.runtime.requests import (
     FinishReason,
     GenerationRequest,
     Message,
+    Prompt,
     Sampling,
     SamplingRequest,
     TextDelta,
     TextPrompt,
+    TokenPrompt,
 )
 from mlx_troupe.runtime.scheduling.effects import RowSpec
 from mlx_troupe.runtime.text.testing import END_THINK, EOS, THINK, ByteTokenizer
@@ -313,6 +315,27 @@ async def test_overload_is_refused_and_over_when_there_is_room(autojump_clock: o
         await settle(runtime)
         nothing_left(runtime, device)
         assert runtime.stats()["scheduler"]["refused"] == 100  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (ChatPrompt((Message("user", "x" * 60),)), "messages"),
+        (TextPrompt("x" * 60), "prompt"),
+        (TokenPrompt((5,) * 60), "prompt"),
+    ],
+)
+async def test_a_prompt_that_fills_the_window_is_named_as_it_was_sent(
+    prompt: Prompt, param: str, autojump_clock: object
+) -> None:
+    """The error points at the field that the client used, with both numbers."""
+    device = ScriptedDevice(ModelInfo("s", 1000, 50, frozenset({0})))
+    async with company(device, tokenizer=company_tokenizer) as (runtime, _):
+        with pytest.raises(
+            ContextLengthExceeded, match=r"has \d\d tokens.* is 50 tokens"
+        ) as caught:
+            await run(runtime, GenerationRequest(prompt))
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
