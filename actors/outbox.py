@@ -20,11 +20,6 @@ class Outbox:
         self._wake = trio.Event()
         self._waiting_since: float | None = None
 
-    @property
-    def ended(self) -> bool:
-        """Whether the terminal event is in."""
-        return self._end is not None
-
     def put(self, delta: TextDelta) -> None:
         """Add text; joined to the last piece when both are of one channel."""
         if self._parts and self._parts[-1][0].channel is delta.channel:

@@ -314,8 +314,8 @@ async def open_runtime(
     """Open a runtime for one model; leaving the block stops it.
 
     Loading goes on in the background: :meth:`Runtime.wait_ready` waits for it, and so does the
-    first request. ``device``, ``tokenizer`` (or a function that loads one) and ``worker`` replace the
-    MLX ones, for tests.
+    first request. ``device``, ``tokenizer`` (or a function that loads one) and ``worker`` replace
+    the MLX ones, for tests.
 
     Raises:
         ModelError and others, in a group, out of the block: what ended the company.
