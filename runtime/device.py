@@ -5,8 +5,9 @@ it keeps weights, rows and snapshots under ids, and answers with host integers. 
 this line. ``runtime.engine`` implements it with MLX, ``actors/testing.py`` with a script.
 
 Three calls make a step: :meth:`Device.launch` prepares it, :meth:`Device.push` sees that it is
-being computed, :meth:`Device.settle` waits for the oldest one that was launched. With one running and one queued, the input tokens of a
-step are those that the step before it is still computing; they never visit the host in between.
+being computed, :meth:`Device.settle` waits for the oldest one that was launched. With one running
+and one queued, the input tokens of a step are those that the step before it is still computing;
+they never visit the host in between.
 """
 
 from __future__ import annotations

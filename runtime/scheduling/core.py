@@ -188,7 +188,7 @@ class SchedulerCore:
                 row.move(Phase.READY)
 
     def everyone(self) -> tuple[RowId, ...]:
-        """Rows that somebody waits for, by admission: those to fail when this core dies."""
+        """Rows that somebody still waits for, by admission."""
         return tuple(row.id for row in self._rows.values() if not row.cancelled)
 
     # ---- what goes out -------------------------------------------------------------------
