@@ -233,7 +233,9 @@ class Runtime:
             "model": _describe(model),
             "batch": {
                 "configured": self.settings.batch,
-                "active_rows": scheduler.prefill_rows + scheduler.decode_rows,
+                "active_rows": scheduler.prefill_rows
+                + scheduler.decode_rows
+                + scheduler.ending_rows,
                 "pending_rows": scheduler.waiting_rows,
                 "queue": self.settings.queue,
                 "batched": bool(model and model.batchable and self.settings.batch > 1),

@@ -37,6 +37,8 @@ class ModelInfo:
         trim_window: a state of ``n`` tokens can be cut to any shorter length while
             ``n <= trim_window``; None = always (plain layouts), 0 = never (recurrent).
         ragged_prefill: several prompts can be prefilled in one forward pass.
+        launches_ahead: launching a step with prefill returns before it is computed. Where it does
+            not (a CPU), a second one must not be queued: it could not be taken back.
         kv_bytes_per_token: bytes of state that one more token costs in one row.
         namespace: digest of all that must be equal for two states to be interchangeable.
         device: short name of the device and MLX build, for people.
@@ -50,6 +52,7 @@ class ModelInfo:
     lone_reason: str = ""
     trim_window: int | None = None
     ragged_prefill: bool = True
+    launches_ahead: bool = True
     kv_bytes_per_token: int = 0
     namespace: str = ""
     device: str = ""

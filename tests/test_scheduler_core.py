@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -604,6 +605,41 @@ def test_more_waiting_rows_than_running_ones_get_more_of_a_step() -> None:
     assert sizer.budget(pending=15, running=1) == 192
     assert sizer.budget(pending=4, running=8) == 48
     assert sizer.budget(pending=4, running=0) == MAX_CHUNK
+
+
+def test_a_device_that_cannot_be_interrupted_gets_five_seconds_at_a_time() -> None:
+    """Where nothing runs: whoever comes next waits for one such chunk at most."""
+    sizer = ChunkSizer()
+    assert sizer.budget(pending=1, running=0, blocking=True) == 512
+    for n in (64, 128, 512):
+        sizer.saw(prefilled=n, decoded=0, seconds=0.1 + n * 0.004)
+    assert sizer.budget(pending=1, running=0, blocking=True) == 1024
+    assert sizer.budget(pending=1, running=0) == MAX_CHUNK
+    for _ in range(40):
+        sizer.saw(prefilled=512, decoded=0, seconds=512 * 0.1)
+    assert sizer.budget(pending=1, running=0, blocking=True) == 256
+
+
+def test_tiny_prefills_do_not_make_chunks_tiny() -> None:
+    """Cache hits leave a few tokens each, from which a pass and a token cannot be told apart."""
+    sizer = ChunkSizer()
+    for turn in range(40):
+        sizer.saw(prefilled=0, decoded=2, seconds=0.08)
+        n = 1 + turn % 9
+        sizer.saw(prefilled=n, decoded=0, seconds=0.08 + n * 0.003 + 0.002 * (turn % 3))
+    assert sizer.chunk >= 32
+
+
+def test_no_second_prefill_is_queued_where_it_could_not_be_taken_back() -> None:
+    """A cancelled prompt costs what is being computed, not another chunk as well."""
+    rig = Rig(replace(PLAIN, launches_ahead=False), script=endless)
+    row = rig.submit(ramp(3000), limit=4)
+    assert row is not None
+    rig.answer()
+    assert len(rig.plan()) == 1
+    rig.cancel(row)
+    rig.drain()
+    assert sum(part.count for plan in rig.device.plans for part in plan.prefill) == 512
 
 
 def test_a_handful_of_tokens_does_not_shrink_the_chunk() -> None:

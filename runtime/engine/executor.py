@@ -238,6 +238,7 @@ class MLXDevice:
             lone_reason=reason,
             trim_window=kind.trim_window,
             ragged_prefill=not reason and kind.plain,
+            launches_ahead=mx.default_device() == mx.gpu,
             kv_bytes_per_token=token_bytes,
             namespace=checkpoint.namespace,
             device=device_label(checkpoint.dtype),

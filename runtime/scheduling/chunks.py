@@ -16,6 +16,9 @@ STALL_SECONDS = 0.2
 PATIENCE = 4
 """This many times the stall while more rows wait for their first token than run."""
 FAR = 4
+ALONE_SECONDS = 5.0
+ALONE_CHUNK = 512
+"""What a step may take, and process, where nothing runs but nothing can be taken back either."""
 SMOOTHING = 0.3
 MEMORY = 0.9
 """What an observation is worth after the next one."""
@@ -35,10 +38,13 @@ class ChunkSizer:
         """Tokens that one step may prefill while other rows decode."""
         return self.budget(pending=1, running=1)
 
-    def budget(self, *, pending: int, running: int) -> int:
-        """The same for ``pending`` rows in prefill beside ``running`` rows that decode."""
+    def budget(self, *, pending: int, running: int, blocking: bool = False) -> int:
+        """The same for ``pending`` rows in prefill beside ``running`` rows that decode.
+
+        ``blocking``: a step that was launched holds up whoever comes next, and cannot be cancelled.
+        """
         if not running:
-            return MAX_CHUNK
+            return self._alone() if blocking else MAX_CHUNK
         limit = max(STALL_SECONDS, 2 * self.decode_seconds)
         limit *= PATIENCE if pending > running else 1
         fixed, each = self._line()
@@ -62,17 +68,25 @@ class ChunkSizer:
         self._sums = tuple(MEMORY * a + b for a, b in zip(self._sums, seen, strict=True))  # type: ignore[assignment]
         self._largest = max(self._largest, prefilled)
 
+    def _alone(self) -> int:
+        fixed, each = self._line()
+        if each <= 0:
+            return ALONE_CHUNK
+        return max(ALONE_CHUNK // 2, _rounded((ALONE_SECONDS - fixed) / each))
+
     def _line(self) -> tuple[float, float]:
         """Seconds of a pass and of each token in it, by least squares; never negative."""
         weight, tokens, seconds, squares, products = self._sums
         if not tokens:
             return 0.0, 0.0
         spread = weight * squares - tokens * tokens
-        each = (weight * products - tokens * seconds) / spread if spread > 1e-6 * squares else 0.0
+        each = (weight * products - tokens * seconds) / spread if spread > 0.01 * squares else 0.0
         fixed = (seconds - each * tokens) / weight
-        if each <= 0 or fixed < 0:
-            return 0.0, seconds / tokens
-        return fixed, each
+        if each <= 0 or fixed < -0.05 * seconds / weight:
+            # Too much alike to tell the two apart: a pass costs about what a decode does.
+            fixed = min(self.decode_seconds, 0.8 * seconds / weight)
+            each = (seconds - fixed * weight) / tokens
+        return max(0.0, fixed), each
 
 
 def _rounded(tokens: float) -> int:

@@ -202,6 +202,8 @@ class SchedulerCore:
         """The next step, or None when there is nothing to do or the pipeline is full."""
         if self.model is None or len(self._steps) >= PIPELINE:
             return None
+        if self._steps and not self.model.launches_ahead and self._prefills():
+            return None
         planned = self._planner.plan(self._live(), self.model, self._new_step)
         if planned is None:
             return None
@@ -230,6 +232,7 @@ class SchedulerCore:
             + phases.count(Phase.READY),
             prefill_rows=phases.count(Phase.PREFILL),
             decode_rows=phases.count(Phase.DECODE),
+            ending_rows=phases.count(Phase.ENDING),
             submitted=self._counts["submitted"],
             finished=self._counts["finished"],
             cancelled=self._counts["cancelled"],
@@ -247,6 +250,9 @@ class SchedulerCore:
 
     def _live(self) -> list[Row]:
         return [row for row in self._rows.values() if row.phase is not Phase.WAITING]
+
+    def _prefills(self) -> bool:
+        return any(row.phase in (Phase.READY, Phase.PREFILL) for row in self._rows.values())
 
     def _lane(self) -> str:
         batched = self.model is not None and self.model.batchable and self.batch > 1

@@ -114,6 +114,7 @@ class SchedulerStats:
     waiting_rows: int
     prefill_rows: int
     decode_rows: int
+    ending_rows: int
     submitted: int
     finished: int
     cancelled: int

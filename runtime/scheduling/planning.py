@@ -149,7 +149,9 @@ class Planner:
         if not pending:
             return []
         running = sum(row.phase is Phase.DECODE for row in rows)
-        budget = whole = self._sizer.budget(pending=len(pending), running=running)
+        budget = whole = self._sizer.budget(
+            pending=len(pending), running=running, blocking=not model.launches_ahead
+        )
         parts: list[PrefillRow] = []
         for row in _fair_order(pending, budget):
             if budget <= 0 or (parts and budget < row.remaining <= whole):
