@@ -37,8 +37,8 @@ Fault = tuple[Row, str]
 PASS_IN_TOKENS = 32
 """Padding that costs no more than another pass over the weights would."""
 
-SHORT_CHUNK, SHORT_ROW = 128, 512
-"""Rows with more new tokens, or more tokens after them, gain nothing from a shared prefill."""
+SHORT_CHUNK, SHORT_ROW = 256, 1024
+"""Rows with more new tokens, or more tokens after them, stay alone: scores grow with both."""
 
 
 class Forward:
