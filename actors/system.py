@@ -8,13 +8,10 @@ loop but for the device's own thread.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from itertools import count
-from pathlib import Path
 
 import trio
 
@@ -30,6 +27,7 @@ from mlx_troupe.runtime.text.prompts import PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .figures import figures
 from .gate import Bounds, Gate
 from .generation import Generation, Health
 from .gpu import GpuActor, GpuView
@@ -227,35 +225,15 @@ class Runtime:
 
     def stats(self) -> dict[str, object]:
         """Live figures for people and dashboards; plain JSON types."""
-        scheduler = self.scheduler.core.stats()
-        model = self.view.model
-        return {
-            "model": _describe(model),
-            "batch": {
-                "configured": self.settings.batch,
-                "active_rows": scheduler.prefill_rows
-                + scheduler.decode_rows
-                + scheduler.ending_rows,
-                "pending_rows": scheduler.waiting_rows,
-                "queue": self.settings.queue,
-                "batched": bool(model and model.batchable and self.settings.batch > 1),
-                "lone_reason": model.lone_reason if model else "",
-                "kv_bytes": self.view.stats.kv_bytes,
-            },
-            "scheduler": asdict(scheduler),
-            "prompt_cache": asdict(self.cache.core.stats()),
-            "device": asdict(self.view.stats),
-            "requests": {"active": len(self._active)},
-            "process": {
-                "tasks": trio.lowlevel.current_statistics().tasks_living,
-                "resident_bytes": resident_bytes(),
-                "started_at": self.started_at,
-            },
-            "actors": {
-                name: {"state": state, "crashes": self.supervisor.crashes.get(name, 0)}
-                for name, state in self.supervisor.states.items()
-            },
-        }
+        return figures(
+            self.settings,
+            self.view,
+            self.supervisor,
+            self.scheduler.core.stats(),
+            self.cache.core.stats(),
+            active=len(self._active),
+            started_at=self.started_at,
+        )
 
     def stop_admission(self) -> None:
         """Refuse new requests from now on; running ones go on."""
@@ -350,24 +328,3 @@ async def open_runtime(
                 if isinstance(worker, ThreadWorker):
                     await trio.to_thread.run_sync(worker.join, STOP_SECONDS, abandon_on_cancel=True)
             nursery.cancel_scope.cancel()
-
-
-def _describe(model: ModelInfo | None) -> dict[str, object] | None:
-    if model is None:
-        return None
-    return {
-        "name": model.name,
-        "vocab_size": model.vocab_size,
-        "context_window": model.context_window,
-        "device": model.device,
-        "kv_bytes_per_token": model.kv_bytes_per_token,
-    }
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

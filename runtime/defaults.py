@@ -17,7 +17,7 @@ from .errors import ContextLengthExceeded, InvalidRequest
 from .requests import GenerationRequest, Sampling, SamplingRequest
 from .settings import Settings
 
-MAX_STOPS = 64
+MAX_STOPS = 16
 UNKNOWN_WINDOW = 131_072
 """Most tokens of a row whose model does not say how long its window is."""
 

@@ -18,12 +18,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mlx_troupe.runtime.defaults import MAX_STOPS
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.requests import GenerationRequest, Prompt, SamplingRequest
 
 from .parsing import INT64
 
-MAX_STOPS = 16
 MAX_BIAS = 100.0
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 

@@ -1,0 +1,84 @@
+"""What ``/stats`` tells: the figures of all actors in plain JSON types.
+
+Pure functions on trio's thread over what the actors show of themselves; they own nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import trio
+
+from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.prefix.entries import PrefixStats
+from mlx_troupe.runtime.scheduling.effects import SchedulerStats
+from mlx_troupe.runtime.settings import Settings
+
+from .gpu import GpuView
+from .supervisor import Supervisor
+
+
+def figures(
+    settings: Settings,
+    view: GpuView,
+    supervisor: Supervisor,
+    scheduler: SchedulerStats,
+    cache: PrefixStats,
+    *,
+    active: int,
+    started_at: float,
+) -> dict[str, object]:
+    """One snapshot. ``active`` requests have an actor; ``started_at`` is in Unix seconds."""
+    return {
+        "model": _model(view.model),
+        "batch": _batch(settings, view, scheduler),
+        "scheduler": asdict(scheduler),
+        "prompt_cache": asdict(cache),
+        "device": asdict(view.stats),
+        "requests": {"active": active},
+        "process": {
+            "tasks": trio.lowlevel.current_statistics().tasks_living,
+            "resident_bytes": resident_bytes(),
+            "started_at": started_at,
+        },
+        "actors": {
+            name: {"state": state, "crashes": supervisor.crashes.get(name, 0)}
+            for name, state in supervisor.states.items()
+        },
+    }
+
+
+def _batch(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> dict[str, object]:
+    model = view.model
+    return {
+        "configured": settings.batch,
+        "active_rows": scheduler.prefill_rows + scheduler.decode_rows + scheduler.ending_rows,
+        "pending_rows": scheduler.waiting_rows,
+        "queue": settings.queue,
+        "batched": bool(model and model.batchable and settings.batch > 1),
+        "lone_reason": model.lone_reason if model else "",
+        "kv_bytes": view.stats.kv_bytes,
+    }
+
+
+def _model(model: ModelInfo | None) -> dict[str, object] | None:
+    if model is None:
+        return None
+    return {
+        "name": model.name,
+        "vocab_size": model.vocab_size,
+        "context_window": model.context_window,
+        "device": model.device,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
