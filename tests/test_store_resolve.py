@@ -19,7 +19,7 @@ from gguf_files import (
 from model_folders import drop_blob, make_hub_model, make_model
 
 from mlx_troupe.runtime.errors import ModelError
-from mlx_troupe.runtime.store import local
+from mlx_troupe.runtime.store import gguf, local
 from mlx_troupe.runtime.store import resolve as resolver
 from mlx_troupe.runtime.store.local import list_models, note_use
 from mlx_troupe.runtime.store.resolve import ResolvedModel, resolve
@@ -115,17 +115,32 @@ def test_paths_that_do_not_exist_are_not_taken_for_names(tmp_path: Path) -> None
         resolve(str(other))
 
 
-def test_a_gguf_file_is_converted_and_found_again_by_name(tmp_path: Path) -> None:
-    """Its name without the suffix is what clients see, and what a query matches later."""
+def tiny_gguf(folder: Path) -> Path:
+    """A whole float32 model file."""
     vocab = len(byte_level_metadata()["tokenizer.ggml.tokens"])
     metadata = byte_level_metadata() | model_metadata("llama", vocab)
     tensors = in_file_order("llama", model_tensors("llama", vocab))
     spec = GgufSpec(metadata, {name: f32(value) for name, value in tensors.items()})
-    path = spec.write(tmp_path / "My-Tiny.gguf")
+    return spec.write(folder / "My-Tiny.gguf")
+
+
+def test_a_gguf_file_is_converted_and_found_again_by_name(tmp_path: Path) -> None:
+    """Its name without the suffix is what clients see, and what a query matches later."""
+    path = tiny_gguf(tmp_path)
     found = resolve(str(path))
     assert found.name == "My-Tiny"
     path.unlink()
     assert resolve("my-tiny").path == found.path
+
+
+def test_a_conversion_of_an_earlier_version_is_no_downloaded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an upgrade the file is converted anew when it is asked for, not served as it was."""
+    folder = resolve(str(tiny_gguf(tmp_path))).path
+    assert [model.path for model in list_models()] == [folder]
+    monkeypatch.setattr(gguf, "_FORMAT", gguf._FORMAT + 1)
+    assert list_models() == ()
 
 
 def test_a_hub_id_in_the_cache_needs_no_network(hub: Path) -> None:

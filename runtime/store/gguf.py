@@ -78,6 +78,15 @@ def converted_path(stem: str, digest: str) -> Path:
     return paths.models_dir() / f"{slug[:80]}-{key}"
 
 
+def is_current(folder: Path) -> bool:
+    """Whether a folder is no conversion, or one that this version would make just so."""
+    try:
+        note = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return not isinstance(note, dict) or note.get("format") == _FORMAT
+
+
 def source_name(folder: Path) -> str:
     """The name of the file that a converted folder was made from, without its suffix."""
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from . import paths
 from .complete import missing_parts, read_config
-from .gguf import source_name
+from .gguf import is_current, source_name
 from .starter import STARTER_NAME, starter_path
 
 _UNFINISHED = "tokenizer_config.json (download unfinished)"
@@ -106,7 +106,7 @@ def _uses() -> dict[str, float]:
 
 def _own_models() -> Iterator[LocalModel]:
     for folder in sorted(paths.models_dir().iterdir()):
-        if folder.is_dir() and not folder.name.startswith("."):
+        if folder.is_dir() and not folder.name.startswith(".") and is_current(folder):
             yield _describe(_own_name(folder), folder)
 
 
