@@ -7,6 +7,7 @@ process's, so there is one owner: the device. Runs on the device thread.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 
 import mlx.core as mx
@@ -43,6 +44,8 @@ class MemoryLimits:
 
 def give_back() -> None:
     """Free what MLX and malloc keep for later: on Linux CPU arrays come from glibc's heap."""
+    # Requests that were cut leave cycles of frames behind, which nothing else would free for long.
+    gc.collect()
     mx.clear_cache()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
