@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mlx_troupe.actors.request import LONG_PROMPT, TextTools
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.requests import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.text.prompts import PromptBuilder
+from mlx_troupe.runtime.text.prompts import BuiltPrompt, PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.testing import ByteTokenizer
 
@@ -98,12 +99,22 @@ async def test_all_that_is_rendered_counts_as_long(prompt: Prompt) -> None:
     assert threading.current_thread() not in tokenizer.callers
 
 
-async def test_many_ids_are_checked_off_the_loop() -> None:
+class WatchedBuilder(PromptBuilder):
+    """Notes who builds."""
+
+    def __init__(self, tokenizer: WatchedTokenizer) -> None:
+        super().__init__(tokenizer, Provenance())
+        self.callers: list[threading.Thread] = []
+
+    def build(self, prompt: Prompt) -> BuiltPrompt:
+        self.callers.append(threading.current_thread())
+        return super().build(prompt)
+
+
+@pytest.mark.parametrize(("count", "on_loop"), [(10 * LONG_PROMPT, False), (10, True)])
+async def test_many_ids_are_checked_off_the_loop(count: int, on_loop: bool) -> None:
     """Ids need no tokenizer, but enough of them are checked on a thread like a long text."""
-    made = tools(WatchedTokenizer())
-    ids = tuple([1] * (10 * LONG_PROMPT))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(made.build, TokenPrompt(ids))
-        await trio.lowlevel.checkpoint()
-        taken = made.off_loop.borrowed_tokens
-    assert taken == 1
+    tokenizer = WatchedTokenizer()
+    builder = WatchedBuilder(tokenizer)
+    await replace(tools(tokenizer), builder=builder).build(TokenPrompt((1,) * count))
+    assert [caller is threading.current_thread() for caller in builder.callers] == [on_loop]

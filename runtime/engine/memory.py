@@ -15,6 +15,12 @@ import mlx.core as mx
 _CACHE_SHARE = 20
 _LEAST_CACHE, _MOST_CACHE = 256 << 20, 2 << 30
 
+_M_TRIM_THRESHOLD = -1
+_TRIM_THRESHOLD = 64 << 20
+"""What glibc's own rule arrives at once large blocks were freed."""
+_LARGE_CHUNK = 100 << 10
+"""Large enough for free() to look at the end of the heap, and below the least mmap threshold."""
+
 
 class MemoryLimits:
     """Bounds MLX's cache of free buffers, and on Metal wires memory as mlx-lm does."""
@@ -48,6 +54,17 @@ def give_back() -> None:
     gc.collect()
     mx.clear_cache()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        _trim(ctypes.CDLL(None))
+
+
+def _trim(libc: ctypes.CDLL) -> None:
+    """Empty glibc's heaps; does nothing with another C library."""
+    if not hasattr(libc, "malloc_trim"):
+        return
+    libc.malloc_trim(0)
+    # It leaves the end of a thread's heap alone, up to 64 MiB here. Freeing anything of 64 KiB or
+    # more cuts that end, if the threshold lets it.
+    libc.malloc.restype = ctypes.c_void_p
+    libc.mallopt(_M_TRIM_THRESHOLD, 0)
+    libc.free(ctypes.c_void_p(libc.malloc(_LARGE_CHUNK)))
+    libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
