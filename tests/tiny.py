@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import tiny_families
+from tiny_families import ATTENTION, EOS, VOCAB, WINDOW, Draw
 
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 
@@ -20,46 +24,18 @@ import mlx.nn as nn  # noqa: E402
 from mlx.utils import tree_map_with_path  # noqa: E402
 from mlx_lm.utils import _get_classes, load_model, quantize_model, save_model  # noqa: E402
 
-EOS = 1
-VOCAB = 128
-
-_ATTENTION: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS,
-}
+_LEFT_ALONE = (".mixer.A_log", ".D", ".layer_scalar", ".router.scale", ".per_expert_scale")
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_ATTENTION},
+    "llama": tiny_families.FAMILIES["llama"],
     "sliding": {
         "model_type": "llama",
-        **_ATTENTION,
+        **ATTENTION,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 16,
+        "sliding_window": WINDOW,
     },
-    "qwen3": {"model_type": "qwen3", **_ATTENTION, "head_dim": 16},
-    "mamba": {
-        "model_type": "mamba",
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "state_size": 8,
-        "num_hidden_layers": 2,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 4,
-        "tie_word_embeddings": False,
-        "eos_token_id": EOS,
-    },
+    "qwen3": tiny_families.FAMILIES["qwen3"],
+    "mamba": tiny_families.FAMILIES["mamba"],
     "lfm2": {
         "model_type": "lfm2",
         "vocab_size": VOCAB,
@@ -82,9 +58,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# lfm2 ties its embeddings, which makes some seeds repeat one token for ever.
-_FIRST_SEED = {"lfm2": 3}
-
 
 def make_checkpoint(
     path: Path, family: str = "llama", seed: int = 0, *, bits: int | None = None, **config: Any
@@ -95,11 +68,12 @@ def make_checkpoint(
     on its name, its shape and ``seed`` alone.
     """
     path.mkdir(parents=True, exist_ok=True)
-    settings = FAMILIES[family] | config
+    settings = (FAMILIES | tiny_families.FAMILIES)[family] | config
     model_class, args_class = _get_classes(settings)
     model = model_class(args_class.from_dict(settings))
-    first = seed + _FIRST_SEED.get(family, 0)
-    model.update(tree_map_with_path(lambda n, w: _weight(n, w, first), model.parameters()))
+    draw = tiny_families.DRAWS.get(family, Draw())
+    draw = replace(draw, seed=draw.seed + seed)
+    model.update(tree_map_with_path(lambda n, w: _weight(n, w, draw), model.parameters()))
     if bits is not None:
         model, settings = quantize_model(model, dict(settings), group_size=32, bits=bits)
     save_model(path, model)
@@ -120,12 +94,18 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _weight(name: str, weight: mx.array, seed: int) -> mx.array:
-    if "norm" in name or name.endswith(("A_log", ".D")):
+def _weight(name: str, weight: mx.array, draw: Draw) -> mx.array:
+    if name.endswith("model.norm.weight") and draw.last_norm:
+        return mx.full(weight.shape, draw.last_norm)
+    key = mx.random.key(zlib.crc32(f"{draw.seed}:{name}".encode()))
+    if "norm" in name or name.endswith(_LEFT_ALONE):
         return weight
-    key = mx.random.key(zlib.crc32(f"{seed}:{name}".encode()))
+    if name.endswith("linear_attn.A_log"):
+        # Slow decay: what was read twenty tokens ago still counts.
+        return mx.log(mx.random.uniform(0.02, 0.3, weight.shape, key=key))
     noise = mx.random.normal(weight.shape, key=key)
     if weight.ndim < 2 or "embed" in name:
-        return noise * (1.0 if "embed" in name else 0.1)
+        return noise * (draw.embedding if "embed" in name else 0.1)
     gain = 2.0 if "head" in name else 1.3
-    return noise * (gain / weight[0].size ** 0.5)
+    inputs = weight.shape[-1] if "switch" in name else weight[0].size
+    return noise * (gain / inputs**0.5)
