@@ -9,22 +9,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_troupe.runtime.device import RowId
-from mlx_troupe.runtime.engine.groups import MIN_CAPACITY, Groups, Place, Relayout, capacity_for
+from mlx_troupe.runtime.engine.groups import (
+    MIN_CAPACITY,
+    GroupKey,
+    Groups,
+    Place,
+    Relayout,
+    capacity_for,
+)
 
 
 class Shelf:
     """Stands in for the buffers: each slot holds the name of the row whose bytes it has."""
 
     def __init__(self) -> None:
-        self.slots: dict[int, list[Any]] = {}
+        self.slots: dict[GroupKey, list[Any]] = {}
 
     def carry_out(self, relayout: Relayout) -> None:
         """Do what the layouts do, with names for bytes; all copies read the old state."""
-        before = {capacity: list(slots) for capacity, slots in self.slots.items()}
+        before = {group: list(slots) for group, slots in self.slots.items()}
         for change in relayout.changes:
             if change.fresh:
-                self.slots[change.capacity] = ["zero"] * change.slots
-            slots = self.slots[change.capacity]
+                self.slots[change.group] = ["zero"] * change.slots
+            slots = self.slots[change.group]
             assert len(slots) == change.slots
             for slot in change.wipe:
                 slots[slot] = "zero"
@@ -34,11 +41,11 @@ class Shelf:
                     slots[copy.slot] = copy.row
                     continue
                 first = copy.source.slot
-                taken = before[copy.source.capacity][first : first + copy.count]
+                taken = before[copy.source.group][first : first + copy.count]
                 assert len(taken) == copy.count
                 slots[copy.slot : copy.slot + copy.count] = taken
-        for capacity in relayout.dropped:
-            del self.slots[capacity]
+        for group in relayout.dropped:
+            del self.slots[group]
 
 
 class GroupsMachine(RuleBasedStateMachine):
@@ -49,15 +56,25 @@ class GroupsMachine(RuleBasedStateMachine):
         self.groups = Groups()
         self.shelf = Shelf()
         self.lengths: dict[RowId, int] = {}
+        self.encoded: set[RowId] = set()
         self.poisoned: set[RowId] = set()
         self.fresh_id = 0
 
-    @rule(length=st.integers(0, 300))
-    def join(self, length: int) -> None:
+    @rule(length=st.integers(0, 300), encoded=st.booleans())
+    def join(self, length: int, encoded: bool) -> None:
         self.fresh_id += 1
         row = RowId(self.fresh_id)
-        self.groups.join(row, length)
+        self.groups.join(row, length, encoded=encoded)
         self.lengths[row] = length
+        if encoded:
+            self.encoded.add(row)
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def convert(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.lengths)))
+        self.groups.convert(row)
+        self.encoded.add(row)
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data(), poisoned=st.booleans())
@@ -81,16 +98,18 @@ class GroupsMachine(RuleBasedStateMachine):
         at = 0
         rows = self.groups.rows
         for segment in self.groups.segments():
-            held = self.shelf.slots[segment.capacity]
+            held = self.shelf.slots[segment.group]
             assert segment.start == at
             assert len(held) == segment.slots >= len(segment.lengths)
             assert tuple(held[: len(segment.lengths)]) == rows[segment.start : segment.stop]
             assert segment.lengths == tuple(self.lengths[r] for r in rows[at : segment.stop])
             assert max(segment.lengths) + columns <= segment.capacity
+            here = rows[segment.start : segment.stop]
+            assert all((row in self.encoded) is segment.group.encoded for row in here)
             at = segment.stop
             assert len(segment.lengths) * 2 >= segment.slots
         assert at == len(rows)
-        assert self.shelf.slots.keys() == {s.capacity for s in self.groups.segments()}
+        assert self.shelf.slots.keys() == {s.group for s in self.groups.segments()}
         assert not any(self.poisoned.intersection(held) for held in self.shelf.slots.values())
 
     @invariant()
@@ -100,9 +119,10 @@ class GroupsMachine(RuleBasedStateMachine):
         assert len(self.groups) == len(self.lengths)
         for row, length in self.lengths.items():
             assert self.groups.length(row) == length
+            assert self.groups.is_encoded(row) is (row in self.encoded)
             place = self.groups.place(row)
             if place is not None:
-                assert self.shelf.slots[place.capacity][place.slot] == row
+                assert self.shelf.slots[place.group][place.slot] == row
 
 
 TestGroupsMachine = GroupsMachine.TestCase
@@ -126,7 +146,7 @@ def test_a_leaving_row_moves_only_the_last() -> None:
     assert groups.rows == (0, 4, 2, 3)
     assert not change.fresh
     (copy,) = change.copies
-    assert (copy.slot, copy.count, copy.source) == (1, 1, Place(MIN_CAPACITY, 4))
+    assert (copy.slot, copy.count, copy.source) == (1, 1, Place(GroupKey(MIN_CAPACITY), 4))
 
 
 def test_rows_that_grow_together_move_in_one_copy() -> None:
@@ -137,6 +157,6 @@ def test_rows_that_grow_together_move_in_one_copy() -> None:
     groups.begin(1)
     groups.commit([1] * 16)
     relayout = groups.begin(1)
-    assert relayout.dropped == (MIN_CAPACITY,)
+    assert relayout.dropped == (GroupKey(MIN_CAPACITY),)
     (change,) = relayout.changes
     assert [copy.count for copy in change.copies] == [16]

@@ -12,8 +12,8 @@ One step::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import mlx.core as mx
@@ -21,19 +21,25 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..device import RowId
-from .groups import Groups, capacity_for
-from .layouts import SLACK, Image, LayerBuffers, Piece, RowsCache, Step
-from .lone import CannotTrim, give_cache, take_image, window_of_cache
+from .codecs import Codec, Image
+from .groups import GroupKey, Groups, capacity_for
+from .layouts import BatchLayout, KVLayout, Piece
+from .lone import CannotTrim, window_of_cache
 from .selfcheck import why_not_batchable
+from .steps import Step
 
 __all__ = ["CannotTrim", "RowBatch", "why_not_batchable"]
 
 
 class RowBatch:
-    """Ragged rows in capacity groups. Raises TypeError for a model with other cache kinds."""
+    """Ragged rows in capacity groups. Raises TypeError for a model with other cache kinds.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = [LayerBuffers(window_of_cache(c)) for c in make_prompt_cache(model)]
+    ``codecs`` has one for each layer: what encoded rows are stored in; None = plain for ever.
+    """
+
+    def __init__(self, model: nn.Module, codecs: Iterable[Codec | None] = repeat(None)) -> None:
+        pairs = zip(make_prompt_cache(model), codecs, strict=False)
+        self._layers: list[BatchLayout] = [KVLayout(window_of_cache(c), k) for c, k in pairs]
         self._groups = Groups()
         self._joining: dict[RowId, list[Image | None]] = {}
         self._oldest: dict[RowId, list[int]] = {}
@@ -65,11 +71,12 @@ class RowBatch:
         The bytes are copied by the next :meth:`begin`; what happens to ``caches`` afterwards does
         not matter. Raises ValueError for a row that is here, TypeError for other cache kinds.
         """
-        pairs = [take_image(c, layer) for c, layer in zip(caches, self._layers, strict=True)]
+        pairs = [layer.take(c) for c, layer in zip(caches, self._layers, strict=True)]
         length = int(caches[0].offset)
         if any(cache.offset != length for cache in caches):
             raise ValueError("a row's layers differ in length")
-        self._groups.join(row, length)
+        encoded = any(image.encoded for image, _ in pairs if image is not None)
+        self._groups.join(row, length, encoded=encoded)
         self._joining[row] = [image for image, _ in pairs]
         self._oldest[row] = [oldest for _, oldest in pairs]
         self._written[row] = length
@@ -82,16 +89,14 @@ class RowBatch:
         that is here and KeyError for one that is not there.
         """
         length = source.length(row)
-        self._groups.join(row, length)
+        self._groups.join(row, length, encoded=source._groups.is_encoded(row))
+        capacity = capacity_for(length + 1)
         images, layers = source._images(row), self._layers
         self._joining[row] = [
-            image and image.first(min(length, layer.depth(capacity_for(length + 1))))
+            image and layer.fitted(image, length, capacity)
             for image, layer in zip(images, layers, strict=True)
         ]
-        self._oldest[row] = [
-            source._oldest_held(row, layer, oldest)
-            for layer, oldest in zip(layers, source._oldest[row], strict=True)
-        ]
+        self._oldest[row] = source._oldest_held(row)
         self._written[row] = source._written[row]
         # What it leaves behind may be broken without anybody knowing yet.
         source.leave(row, poisoned=True)
@@ -116,24 +121,25 @@ class RowBatch:
         """
         if not 0 <= length <= self._groups.length(row):
             raise ValueError(f"row {row} holds {self._groups.length(row)} tokens, not {length}")
-        images = self._images(row)
-        triples = zip(images, self._layers, self._oldest[row], strict=True)
-        return [
-            give_cache(image, layer, length, self._oldest_held(row, layer, oldest))
-            for image, layer, oldest in triples
-        ]
+        triples = zip(self._images(row), self._layers, self._oldest_held(row), strict=True)
+        return [layer.give(image, length, oldest) for image, layer, oldest in triples]
 
-    def begin(self, columns: int) -> list[RowsCache]:
+    def convert(self, row: RowId) -> None:
+        """Encode a row's state by the next :meth:`begin`, for good. Raises KeyError."""
+        self._groups.convert(row)
+
+    def begin(self, columns: int) -> list[Any]:
         """Make room for ``columns`` tokens in every row; the layers' caches for the forward.
 
         Raises ValueError for more columns than a sliding layer's ring can take in one step.
         """
-        if columns < 1 or (columns > SLACK + 1 and any(layer.ring for layer in self._layers)):
+        limits = [n for layer in self._layers if (n := layer.most_columns) is not None]
+        if columns < 1 or any(columns > limit for limit in limits):
             raise ValueError(f"a step of {columns} columns")
         self._move(columns)
         self._columns = columns
         step = Step(self._groups.segments(), columns)
-        return [RowsCache(layer, step) for layer in self._layers]
+        return [layer.cache(step) for layer in self._layers]
 
     def commit(self, columns: int | Sequence[int]) -> None:
         """The step that began is built: rows are longer by ``columns``, or by a count per row.
@@ -169,13 +175,15 @@ class RowBatch:
             return self._joining[row]
         return [layer.image(place) for layer in self._layers]
 
-    def _oldest_held(self, row: RowId, layer: LayerBuffers, oldest: int) -> int:
-        return oldest if layer.ring is None else max(oldest, self._written[row] - layer.ring)
+    def _oldest_held(self, row: RowId) -> list[int]:
+        written = self._written[row]
+        pairs = zip(self._layers, self._oldest[row], strict=True)
+        return [layer.oldest_held(written, oldest) for layer, oldest in pairs]
 
 
-def _detached(moved: list[dict[int, list[Piece]]]) -> Iterator[mx.array]:
+def _detached(moved: list[dict[GroupKey, list[Piece]]]) -> Iterator[mx.array]:
     """Copies out of groups that live on: made first, so that these are then written in place."""
     for groups in moved:
         for piece in chain.from_iterable(groups.values()):
             if piece.detached:
-                yield from (piece.keys, piece.values)
+                yield from piece.stored

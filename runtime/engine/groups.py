@@ -12,17 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..device import RowId
 
 MIN_CAPACITY = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A slot of the group with this capacity."""
+class GroupKey(NamedTuple):
+    """What the rows of one group share: their capacity, and whether their state is encoded.
+
+    ``encoded`` rows are past the threshold of the KV scheme; their bytes are in each layer's
+    codec, if it has one.
+    """
 
     capacity: int
+    encoded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot of a group."""
+
+    group: GroupKey
     slot: int
 
 
@@ -48,7 +60,7 @@ class GroupChange:
     ``wipe`` are slots to be zeroed before the copies; all copies read the state before any change.
     """
 
-    capacity: int
+    group: GroupKey
     slots: int
     fresh: bool
     wipe: tuple[int, ...]
@@ -57,10 +69,10 @@ class GroupChange:
 
 @dataclass(frozen=True, slots=True)
 class Relayout:
-    """All changes of one :meth:`Groups.begin`; ``dropped`` are capacities of emptied groups."""
+    """All changes of one :meth:`Groups.begin`; ``dropped`` are emptied groups."""
 
     changes: tuple[GroupChange, ...]
-    dropped: tuple[int, ...]
+    dropped: tuple[GroupKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +83,14 @@ class Segment:
     have, of which the leading ``len(lengths)`` are in use.
     """
 
-    capacity: int
+    group: GroupKey
     slots: int
     start: int
     lengths: tuple[int, ...]
+
+    @property
+    def capacity(self) -> int:
+        return self.group.capacity
 
     @property
     def stop(self) -> int:
@@ -90,17 +106,17 @@ class Groups:
     """Rows by capacity group, dense in slots ``[0, n)``, in ascending order of capacity."""
 
     def __init__(self) -> None:
-        self._wanted: dict[int, list[RowId]] = {}
-        self._capacities: dict[RowId, int] = {}
+        self._wanted: dict[GroupKey, list[RowId]] = {}
+        self._filed: dict[RowId, GroupKey] = {}
         self._lengths: dict[RowId, int] = {}
         self._places: dict[RowId, Place] = {}
-        self._slots: dict[int, int] = {}
-        self._poisoned: dict[int, set[int]] = {}
+        self._slots: dict[GroupKey, int] = {}
+        self._poisoned: dict[GroupKey, set[int]] = {}
 
     @property
     def rows(self) -> tuple[RowId, ...]:
         """All rows in the order of the batch axis."""
-        return tuple(row for capacity in sorted(self._wanted) for row in self._wanted[capacity])
+        return tuple(row for group in sorted(self._wanted) for row in self._wanted[group])
 
     def __contains__(self, row: RowId) -> bool:
         return row in self._lengths
@@ -116,12 +132,23 @@ class Groups:
         """Where a row's bytes are; None from its joining to the next :meth:`begin`."""
         return self._places.get(row)
 
-    def join(self, row: RowId, length: int) -> None:
+    def is_encoded(self, row: RowId) -> bool:
+        """Whether a row stands with the encoded ones, or will from the next :meth:`begin` on."""
+        return self._filed[row].encoded
+
+    def join(self, row: RowId, length: int, *, encoded: bool = False) -> None:
         """Take a row of ``length`` tokens in. Raises ValueError if it is here already."""
         if row in self._lengths:
             raise ValueError(f"row {row} is in the batch already")
         self._lengths[row] = length
-        self._put(row, capacity_for(length + 1))
+        self._put(row, GroupKey(capacity_for(length + 1), encoded))
+
+    def convert(self, row: RowId) -> None:
+        """Move a row to the encoded ones; there is no way back. Raises KeyError for a stranger."""
+        group = self._filed[row]
+        if not group.encoded:
+            self._take_out(row)
+            self._put(row, GroupKey(group.capacity, encoded=True))
 
     def leave(self, row: RowId, *, poisoned: bool = False) -> None:
         """Let a row go; a ``poisoned`` one's slot is wiped before anybody can read it."""
@@ -129,13 +156,12 @@ class Groups:
         self._take_out(row)
         place = self._places.pop(row, None)
         if poisoned and place is not None:
-            self._poisoned.setdefault(place.capacity, set()).add(place.slot)
+            self._poisoned.setdefault(place.group, set()).add(place.slot)
 
     def begin(self, columns: int) -> Relayout:
         """Make room for ``columns`` more tokens in every row; what to copy for that."""
         self._promote(columns)
-        capacities = sorted(self._wanted)
-        changes = tuple(change for change in map(self._change, capacities) if change is not None)
+        changes = tuple(c for c in map(self._change, sorted(self._wanted)) if c is not None)
         dropped = tuple(sorted(self._slots.keys() - self._wanted.keys()))
         self._settle(changes, dropped)
         return Relayout(changes, dropped)
@@ -155,55 +181,57 @@ class Groups:
         assert len(standing) == len(set(standing)), "a row stands in two groups"
         assert set(standing) == self._lengths.keys(), "a row without a length, or without a group"
         assert all(self._wanted.values()), "an empty group is kept"
-        for capacity, rows in self._wanted.items():
+        for group, rows in self._wanted.items():
+            capacity = group.capacity
             assert capacity == capacity_for(capacity), "a capacity that is no power of two"
-            assert all(self._capacities[row] == capacity for row in rows), "a row misfiled"
+            assert all(self._filed[row] == group for row in rows), "a row misfiled"
             assert all(self._lengths[row] <= capacity for row in rows), "a row longer than its slot"
         places = list(self._places.values())
         assert len(places) == len(set(places)), "two rows in one slot"
-        assert all(place.slot < self._slots[place.capacity] for place in places), "no such slot"
+        assert all(place.slot < self._slots[place.group] for place in places), "no such slot"
 
-    def _put(self, row: RowId, capacity: int) -> None:
-        self._wanted.setdefault(capacity, []).append(row)
-        self._capacities[row] = capacity
+    def _put(self, row: RowId, group: GroupKey) -> None:
+        self._wanted.setdefault(group, []).append(row)
+        self._filed[row] = group
 
     def _take_out(self, row: RowId) -> None:
-        capacity = self._capacities.pop(row)
-        rows = self._wanted[capacity]
+        group = self._filed.pop(row)
+        rows = self._wanted[group]
         index = rows.index(row)
         last = rows.pop()
         if index < len(rows):
             rows[index] = last
         if not rows:
-            del self._wanted[capacity]
+            del self._wanted[group]
 
     def _promote(self, columns: int) -> None:
         for row in self.rows:
             capacity = capacity_for(self._lengths[row] + columns)
-            if capacity > self._capacities[row]:
+            group = self._filed[row]
+            if capacity > group.capacity:
                 self._take_out(row)
-                self._put(row, capacity)
+                self._put(row, group._replace(capacity=capacity))
 
-    def _fitting_slots(self, capacity: int) -> int:
-        needed, slots = len(self._wanted[capacity]), self._slots.get(capacity, 0)
+    def _fitting_slots(self, group: GroupKey) -> int:
+        needed, slots = len(self._wanted[group]), self._slots.get(group, 0)
         if needed > slots:
             return max(needed, slots * 5 // 4)
         return needed if needed * 2 < slots else slots
 
-    def _change(self, capacity: int) -> GroupChange | None:
-        slots = self._fitting_slots(capacity)
-        fresh = slots != self._slots.get(capacity)
-        wipe = () if fresh else tuple(sorted(self._poisoned.get(capacity, ())))
-        copies = tuple(self._copies(capacity, fresh))
+    def _change(self, group: GroupKey) -> GroupChange | None:
+        slots = self._fitting_slots(group)
+        fresh = slots != self._slots.get(group)
+        wipe = () if fresh else tuple(sorted(self._poisoned.get(group, ())))
+        copies = tuple(self._copies(group, fresh))
         if not (fresh or wipe or copies):
             return None
-        return GroupChange(capacity, slots, fresh, wipe, copies)
+        return GroupChange(group, slots, fresh, wipe, copies)
 
-    def _copies(self, capacity: int, fresh: bool) -> Iterator[SlotCopy]:
+    def _copies(self, group: GroupKey, fresh: bool) -> Iterator[SlotCopy]:
         run: SlotCopy | None = None
-        for slot, row in enumerate(self._wanted[capacity]):
+        for slot, row in enumerate(self._wanted[group]):
             source = self._places.get(row)
-            if source == Place(capacity, slot) and not fresh:
+            if source == Place(group, slot) and not fresh:
                 continue
             copy = SlotCopy(slot, 1, source, row, self._lengths[row])
             joined = run and _joined(run, copy)
@@ -213,19 +241,19 @@ class Groups:
         if run:
             yield run
 
-    def _settle(self, changes: tuple[GroupChange, ...], dropped: tuple[int, ...]) -> None:
-        for capacity, rows in self._wanted.items():
-            self._places.update((row, Place(capacity, slot)) for slot, row in enumerate(rows))
-        self._slots.update((change.capacity, change.slots) for change in changes)
-        for capacity in dropped:
-            del self._slots[capacity]
+    def _settle(self, changes: tuple[GroupChange, ...], dropped: tuple[GroupKey, ...]) -> None:
+        for group, rows in self._wanted.items():
+            self._places.update((row, Place(group, slot)) for slot, row in enumerate(rows))
+        self._slots.update((change.group, change.slots) for change in changes)
+        for group in dropped:
+            del self._slots[group]
         self._poisoned.clear()
 
     def _segments(self) -> Iterator[Segment]:
         start = 0
-        for capacity in sorted(self._wanted):
-            lengths = tuple(self._lengths[row] for row in self._wanted[capacity])
-            yield Segment(capacity, self._slots[capacity], start, lengths)
+        for group in sorted(self._wanted):
+            lengths = tuple(self._lengths[row] for row in self._wanted[group])
+            yield Segment(group, self._slots[group], start, lengths)
             start += len(lengths)
 
 
@@ -233,7 +261,7 @@ def _joined(first: SlotCopy, second: SlotCopy) -> SlotCopy | None:
     """Both copies as one, if their slots follow each other on both sides."""
     if first.source is None or second.source is None:
         return None
-    after = Place(first.source.capacity, first.source.slot + first.count)
+    after = Place(first.source.group, first.source.slot + first.count)
     if second.slot != first.slot + first.count or second.source != after:
         return None
     tokens = max(first.tokens, second.tokens)

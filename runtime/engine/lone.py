@@ -1,8 +1,8 @@
 """mlx-lm's own single-row caches, turned into slot images and back.
 
 Knows the inner states of mlx-lm's ``KVCache`` and ``RotatingKVCache`` (grown by steps of 256, cut,
-wrapped, longer than their window after several tokens at once) so that nobody else must. Pure
-functions, on the device thread.
+wrapped, longer than their window after several tokens at once) so that nobody else must; which
+arrays a cache has is its codec's. Pure functions, on the device thread.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from .layouts import Image, LayerBuffers
+from .codecs import PLAIN, Codec, Image
 
 
 class CannotTrim(Exception):
@@ -24,55 +24,61 @@ def window_of_cache(cache: Any) -> int | None:
     match cache:
         case RotatingKVCache(keep=0, max_size=window):
             return int(window)
-        case KVCache():
+        case KVCache() | QuantizedKVCache():
             return None
         case _:
             raise TypeError(f"no batch layout for {type(cache).__name__}")
 
 
-def take_image(cache: Any, layer: LayerBuffers) -> tuple[Image | None, int]:
+def take_image(
+    cache: Any, codec: Codec | None, window: int | None, ring: int | None
+) -> tuple[Image | None, int]:
     """A lone row's state in slot order, and the oldest position that it holds.
 
     The image is None for an empty state. It shares bytes with the cache but does not change with
-    it: MLX arrays are values.
+    it: MLX arrays are values. Raises TypeError for a cache that is neither plain nor the codec's.
     """
-    if layer.window != window_of_cache(cache):
+    if window != window_of_cache(cache):
         raise TypeError("a row's caches differ from the model's layers")
-    if cache.keys is None or cache.offset == 0:
+    encoded = codec is not None and codec.is_held_by(cache)
+    form = codec if encoded and codec is not None else PLAIN
+    if not form.is_held_by(cache):
+        raise TypeError(f"{type(cache).__name__} in a layer of another KV scheme")
+    stored = form.stored_in(cache)
+    if stored is None or cache.offset == 0:
         return None, 0
-    if layer.ring is None:
-        return Image(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]), 0
-    keys, values = _in_order(cache, cache.keys), _in_order(cache, cache.values)
-    kept = min(keys.shape[2], layer.ring, cache.offset)
-    oldest = cache.offset - kept
-    place = _place_in_ring
-    return Image(
-        place(keys, kept, cache.offset, layer.ring), place(values, kept, cache.offset, layer.ring)
-    ), oldest
+    if ring is None:
+        return Image(tuple(x[..., : cache.offset, :] for x in stored), encoded), 0
+    ordered = tuple(_in_order(cache, x) for x in stored)
+    kept = min(ordered[0].shape[2], ring, cache.offset)
+    placed = tuple(_place_in_ring(x, kept, cache.offset, ring) for x in ordered)
+    return Image(placed, encoded), cache.offset - kept
 
 
-def give_cache(image: Image | None, layer: LayerBuffers, length: int, oldest: int) -> Any:
+def give_cache(
+    image: Image | None,
+    codec: Codec,
+    window: int | None,
+    ring: int | None,
+    length: int,
+    oldest: int,
+) -> Any:
     """A fresh mlx-lm cache with the first ``length`` tokens of an image; copies, not evaluated.
 
     ``oldest`` is the oldest position that the image's ring still holds. Raises CannotTrim.
     """
-    window = layer.window
-    cache = KVCache() if window is None else RotatingKVCache(max_size=window)
+    cache = codec.make_cache(window)
     if length == 0:
         return cache
     assert image is not None
     first = 0 if window is None else max(0, length - window)
     if first < oldest:
         raise CannotTrim(f"{length} tokens need position {first}; the oldest held is {oldest}")
-    cache.keys = _cut(image.keys, first, length, layer.ring)
-    cache.values = _cut(image.values, first, length, layer.ring)
-    cache.offset = length
-    if window is not None:
-        cache._idx = length - first
+    codec.fill(cache, tuple(_cut(x, first, length, ring) for x in image.stored), length)
     return cache
 
 
-def _in_order(cache: RotatingKVCache, array: mx.array) -> mx.array:
+def _in_order(cache: Any, array: mx.array) -> mx.array:
     """A rotating cache's filled part, oldest token first."""
     index = cache._idx
     if index == array.shape[2]:
