@@ -4,7 +4,8 @@
     ├── RequestError            the client's fault; nothing was started
     │   ├── InvalidRequest          a value that cannot be served
     │   ├── ContextLengthExceeded   the prompt fills the model's window
-    │   └── Unsupported             a feature that this server does not offer
+    │   ├── Unsupported             a feature that this server does not offer
+    │   └── AdapterError            an adapter that cannot be read, or does not fit the model
     ├── Overloaded              refused early; try again after ``retry_after`` seconds
     ├── Unavailable             the engine is starting, restarting or gone
     ├── GenerationFailed        the request was admitted and then failed
@@ -55,6 +56,12 @@ class Unsupported(RequestError):
     """A named feature that this server does not offer (yet); never silently dropped."""
 
     code = "unsupported_parameter"
+
+
+class AdapterError(RequestError):
+    """An adapter that is unknown, damaged, of an unsupported kind or made for another model."""
+
+    code = "invalid_adapter"
 
 
 class Overloaded(TroupeError):
