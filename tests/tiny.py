@@ -95,8 +95,9 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def _weight(name: str, weight: mx.array, draw: Draw) -> mx.array:
-    if name.endswith("model.norm.weight") and draw.last_norm:
-        return mx.full(weight.shape, draw.last_norm)
+    for norm, gain in (("model.norm", draw.last_norm), (".q_norm", draw.query_norm)):
+        if name.endswith(f"{norm}.weight") and gain is not None:
+            return mx.full(weight.shape, gain)
     key = mx.random.key(zlib.crc32(f"{draw.seed}:{name}".encode()))
     if "norm" in name or name.endswith(_LEFT_ALONE):
         return weight

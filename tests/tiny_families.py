@@ -190,15 +190,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a family's weights are drawn: seed, spread of the embeddings, gain of the last norm.
+    """How a family's weights are drawn: seed, spread of the embeddings, gains of some norms.
 
     Families that multiply their embeddings by the root of the width, or read logits off them, only
-    repeat tokens when these are as wide as everything else.
+    repeat tokens when these are as wide as everything else. Where scores are not scaled, queries of
+    full length make softmax so sharp that single logits lose half their digits.
     """
 
     seed: int = 0
     embedding: float = 1.0
-    last_norm: float = 0.0
+    last_norm: float | None = None
+    query_norm: float | None = None
 
 
 DRAWS: dict[str, Draw] = {
@@ -209,6 +211,6 @@ DRAWS: dict[str, Draw] = {
     "gemma": Draw(embedding=0.05, last_norm=9.0),
     "gemma2": Draw(seed=6, embedding=0.05, last_norm=9.0),
     "gemma3_text": Draw(embedding=0.125),
-    "gemma4_text": Draw(embedding=0.125),
-    "gemma4_text-moe": Draw(embedding=0.125),
+    "gemma4_text": Draw(seed=1, embedding=0.125, query_norm=0.4),
+    "gemma4_text-moe": Draw(embedding=0.125, query_norm=0.4),
 }
