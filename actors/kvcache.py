@@ -10,6 +10,7 @@ from typing import assert_never
 
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.prefix.index import PrefixCore
 
 from .gpu import GpuView
@@ -113,7 +114,8 @@ class KVCacheActor:
         model = self._model
         hit = None
         if model is not None and self.core.leases < self._max_leases:
-            hit = self.core.lookup(message.ids, model.namespace, trim_window=model.trim_window)
+            namespace = namespace_of(model.namespace, message.adapters)
+            hit = self.core.lookup(message.ids, namespace, trim_window=model.trim_window)
         self._scheduler.post(Found(message.row, hit))
 
     def _put(self, message: Put) -> None:
@@ -123,7 +125,7 @@ class KVCacheActor:
         self._held.add(message.snapshot)
         result = self.core.put(
             message.ids,
-            model.namespace,
+            namespace_of(model.namespace, message.adapters),
             message.snapshot,
             message.nbytes,
             kind=message.kind,

@@ -90,20 +90,26 @@ SchedulerMessage: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Find the longest usable prefix for a row; answered with :class:`Found`."""
+    """Find the longest usable prefix for a row; answered with :class:`Found`.
+
+    Only states that were computed with the same ``adapters`` (revisions, in order) are usable.
+    """
 
     row: RowId
     ids: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A state of exactly ``ids`` was made. No answer; what is not kept is released."""
+    """A state of exactly ``ids`` was made with ``adapters``. No answer; what is not kept is
+    released."""
 
     snapshot: SnapshotId
     ids: tuple[int, ...]
     nbytes: int
     kind: Kind
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

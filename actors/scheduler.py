@@ -174,6 +174,7 @@ class SchedulerActor:
         self._perform(result)
 
     def _pump(self) -> None:
+        self._perform(self.core.reselect())
         while (planned := self.core.plan()) is not None:
             plan, effects = planned
             self._gpu.post(Launch(plan))
@@ -187,10 +188,10 @@ class SchedulerActor:
             match effect:
                 case Started() | TokenMade() | RowEnded() | RowBroken():
                     self._send(effect)
-                case LookUp(row, ids):
-                    self._look_up(row, ids)
-                case Store(snapshot, ids, nbytes, kind):
-                    self._store(Put(snapshot, ids, nbytes, kind))
+                case LookUp(row, ids, adapters):
+                    self._look_up(Lookup(row, ids, adapters))
+                case Store(snapshot, ids, nbytes, kind, adapters):
+                    self._store(Put(snapshot, ids, nbytes, kind, adapters))
                 case ReturnLease(lease):
                     self._cache.post(EndLease(lease))
                 case Discard(snapshot):
@@ -206,11 +207,11 @@ class SchedulerActor:
         except trio.WouldBlock:
             self._gpu.post(Release((put.snapshot,)))
 
-    def _look_up(self, row: RowId, ids: tuple[int, ...]) -> None:
+    def _look_up(self, lookup: Lookup) -> None:
         try:
-            self._cache.post(Lookup(row, ids), spare=self._cache_spare)
+            self._cache.post(lookup, spare=self._cache_spare)
         except trio.WouldBlock:
-            self._perform(self.core.found(row, None))
+            self._perform(self.core.found(lookup.row, None))
 
     def _send(self, event: RowEvent) -> None:
         channel = self._events.get(event.row)

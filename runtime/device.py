@@ -88,12 +88,17 @@ Source: TypeAlias = Cold | FromSnapshot | FromRow
 
 @dataclass(frozen=True, slots=True)
 class StartRow:
-    """Bring a row into being. ``ids`` is its whole prompt (at least one token)."""
+    """Bring a row into being. ``ids`` is its whole prompt (at least one token).
+
+    ``adapters`` are revisions of mounted adapters, applied in this order; the source was computed
+    with exactly the same. A row keeps them until it ends, mounted or not.
+    """
 
     row: RowId
     ids: tuple[int, ...]
     sampling: Sampling
     source: Source
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,11 @@ Kind: TypeAlias = Literal["prompt", "final", "partial"]
 """What a state was taken at: a prompt's boundary, a row's end, or an interrupted prefill."""
 
 
+def namespace_of(model: str, adapters: tuple[str, ...]) -> str:
+    """The namespace of states that a model computed with these adapter revisions, in order."""
+    return "\n".join((model, *adapters))
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """One kept state; compared by identity.

@@ -13,6 +13,7 @@ from typing import assert_never
 
 import numpy as np
 
+from ..adapter_table import base_only
 from ..device import (
     FromSnapshot,
     ModelInfo,
@@ -25,6 +26,7 @@ from ..device import (
     StepId,
     StepPlan,
 )
+from ..errors import RequestError
 from ..prefix.entries import Hit
 from ..requests import FinishReason
 from .chunks import ChunkSizer
@@ -57,6 +59,8 @@ class SchedulerCore:
         cache: whether a prefix cache exists to ask and to feed.
         new_snapshot: gives an id that was never used before.
         new_step: likewise for steps.
+        resolve: the revisions that adapter ids (None: the server's default) stand for now, in
+            order. It raises a RequestError for an id that is not mounted.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class SchedulerCore:
         cache: bool,
         new_snapshot: Callable[[], SnapshotId],
         new_step: Callable[[], StepId],
+        resolve: Callable[[tuple[str, ...] | None], tuple[str, ...]] = base_only,
     ) -> None:
         self.batch = batch
         self.queue = queue
         self.model: ModelInfo | None = None
         self._cache = cache
         self._new_step = new_step
+        self._resolve = resolve
         self._rows: dict[RowId, Row] = {}
         self._waiting: deque[Row] = deque()
         self._steps: deque[Planned] = deque()
@@ -187,6 +193,16 @@ class SchedulerCore:
             if row.phase is Phase.LOOKING:
                 row.move(Phase.READY)
 
+    def reselect(self) -> tuple[Effect, ...]:
+        """Rows about to start take the adapters that are mounted now; to be called before plans.
+
+        One whose adapter was replaced since it left the queue asks for a prefix anew, so that its
+        weights and its state are of one revision; one whose adapter is gone fails.
+        """
+        ready = [row for row in self._rows.values() if row.phase is Phase.READY]
+        effects = [effect for row in ready for effect in self._reselect(row)]
+        return (*effects, *self._admit()) if effects else ()
+
     def everyone(self) -> tuple[RowId, ...]:
         """Rows that somebody still waits for, by admission."""
         return tuple(row.id for row in self._rows.values() if not row.cancelled)
@@ -264,12 +280,41 @@ class SchedulerCore:
         live = len(self._live())
         while self._waiting and live < self.batch:
             row = self._waiting.popleft()
+            refused = self._select(row)
+            if refused is not None:
+                yield refused
+                continue
             live += 1
             row.move(Phase.LOOKING)
-            if self._cache and len(row.spec.prompt) > 1:
-                yield self._keeps.ask(row)
-            else:
-                row.move(Phase.READY)
+            yield from self._look_up(row)
+
+    def _look_up(self, row: Row) -> Iterator[Effect]:
+        if self._cache and len(row.spec.prompt) > 1:
+            yield self._keeps.ask(row)
+        else:
+            row.move(Phase.READY)
+
+    def _select(self, row: Row) -> RowBroken | None:
+        try:
+            row.adapters = self._resolve(row.spec.adapters)
+        except RequestError as error:
+            del self._rows[row.id]
+            self._counts["failed"] += 1
+            return RowBroken(row.id, error.message, error.param)
+        return None
+
+    def _reselect(self, row: Row) -> Iterator[Effect]:
+        before = row.adapters
+        refused = self._select(row)
+        if refused is None and row.adapters == before:
+            return
+        yield from _lease_back(row)
+        row.hit = None
+        if refused is not None:
+            yield refused
+            return
+        row.move(Phase.LOOKING)
+        yield from self._look_up(row)
 
     def _sampled(self, row_id: RowId, token: int) -> Iterator[Effect]:
         row = self._rows.get(row_id)

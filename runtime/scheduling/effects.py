@@ -18,7 +18,9 @@ class RowSpec:
     """A row that a request wants: prompt ids, sampling and its limits.
 
     ``limit`` is the most tokens to generate, at least 1, already within the context window.
-    ``stop_ids`` end the row like the model's own end tokens.
+    ``stop_ids`` end the row like the model's own end tokens. ``adapters`` are ids, applied in this
+    order; None leaves them to the server. Which revisions they stand for is decided when the row
+    leaves the queue.
     """
 
     row: RowId
@@ -26,6 +28,7 @@ class RowSpec:
     sampling: Sampling
     limit: int
     stop_ids: frozenset[int] = frozenset()
+    adapters: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,14 @@ class RowEnded:
 
 @dataclass(frozen=True, slots=True)
 class RowBroken:
-    """The row failed; nothing more will come of it."""
+    """The row failed; nothing more will come of it.
+
+    ``param`` names the field of the request that cannot be served, where that is the reason.
+    """
 
     row: RowId
     message: str
+    param: str | None = None
 
 
 RowEvent: TypeAlias = Started | TokenMade | RowEnded | RowBroken
@@ -66,20 +73,25 @@ RowEvent: TypeAlias = Started | TokenMade | RowEnded | RowBroken
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Ask the prefix cache for the longest usable prefix of a row's prompt."""
+    """Ask the prefix cache for the longest usable prefix of a row's prompt.
+
+    ``adapters``: revisions, in order, that a usable state was computed with.
+    """
 
     row: RowId
     ids: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Offer a kept state of exactly ``ids`` to the prefix cache."""
+    """Offer a kept state of exactly ``ids``, computed with ``adapters``, to the prefix cache."""
 
     snapshot: SnapshotId
     ids: tuple[int, ...]
     nbytes: int
     kind: Kind
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Keeps:
     def ask(self, row: Row) -> LookUp:
         """The row's question to the cache, marked with what the cache knows by now."""
         row.asked_at = self._num_offered
-        return LookUp(row.id, row.spec.prompt)
+        return LookUp(row.id, row.spec.prompt, row.adapters)
 
     def ask_again(self, row: Row, length: int, model: ModelInfo) -> tuple[LookUp, ...] | None:
         """Whether a state unknown to the cache when it was asked serves ``row`` better.
@@ -70,6 +70,8 @@ class Keeps:
         lately = list(self._offered)[len(self._offered) - since :]
         best: PendingKeep | None = None
         for pending in (*self._copying.values(), *lately):
+            if pending.adapters != row.adapters:
+                continue
             common = shared_length(row.ids, np.asarray(pending.ids, dtype=np.int64))
             usable = min(common, row.prompt_goal)
             whole = common == len(pending.ids)
@@ -87,7 +89,7 @@ class Keeps:
                     return
                 self._num_offered += 1
                 self._offered.append(pending)
-                yield Store(snapshot, pending.ids, nbytes, pending.kind)
+                yield Store(snapshot, pending.ids, nbytes, pending.kind, pending.adapters)
             case SnapshotSkipped():
                 return
             case _:

@@ -39,6 +39,7 @@ class PendingKeep:
     snapshot: SnapshotId
     ids: tuple[int, ...]
     kind: Kind
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class Planner:
                 continue
             if len(ids) >= KEEP_AT_LEAST:
                 snapshot = self._new_snapshot()
-                kept.append((KeepRow(row.id, len(ids), snapshot), PendingKeep(snapshot, ids, kind)))
+                pending = PendingKeep(snapshot, ids, kind, row.adapters)
+                kept.append((KeepRow(row.id, len(ids), snapshot), pending))
         return kept
 
     def _starts(
@@ -140,7 +142,9 @@ class Planner:
         if not isinstance(choice.source, FromSnapshot):
             self.shared_tokens += choice.length
         row.hit = None
-        return StartRow(row.id, row.spec.prompt, row.spec.sampling, choice.source)
+        return StartRow(
+            row.id, row.spec.prompt, row.spec.sampling, choice.source, adapters=row.adapters
+        )
 
     def _prefill(
         self, rows: list[Row], model: ModelInfo, waits: dict[RowId, list[int]]

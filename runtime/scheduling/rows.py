@@ -34,6 +34,7 @@ LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
     {
         (Phase.WAITING, Phase.LOOKING),
         (Phase.LOOKING, Phase.READY),
+        (Phase.READY, Phase.LOOKING),
         (Phase.READY, Phase.PREFILL),
         (Phase.READY, Phase.DECODE),
         (Phase.PREFILL, Phase.DECODE),
@@ -53,6 +54,7 @@ class Row:
         generated: tokens known so far; the last one is not in the state unless a step ran ahead.
         hit: what the prefix cache lent, until the row has started.
         asked_at: how many states the cache had been offered when it was asked for this row.
+        adapters: revisions that the row runs with, in order; settled when it starts.
     """
 
     spec: RowSpec
@@ -68,6 +70,7 @@ class Row:
     keep_prompt: bool = False
     asked_at: int = 0
     cancelled: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def id(self) -> RowId:
@@ -130,6 +133,8 @@ def choose_source(
     wait_for: RowId | None = None
     wait_length = best.length + MIN_SHARED - 1
     for donor in donors:
+        if donor.adapters != row.adapters:
+            continue
         common = min(shared_length(row.ids, donor.ids), row.prompt_goal)
         now = min(common, donor.processed)
         cuttable = trim_window is None or donor.processed <= trim_window
