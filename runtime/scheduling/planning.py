@@ -23,6 +23,7 @@ from ..device import (
 from ..prefix.entries import Kind, LeaseId
 from .chunks import ChunkSizer
 from .rows import Choice, Phase, Row, choose_source
+from .turns import share, short_ones
 
 KEEP_AT_LEAST = 16
 """States of fewer tokens are cheaper to compute again than to keep."""
@@ -136,6 +137,7 @@ class Planner:
 
     def _start(self, row: Row, choice: Choice, model: ModelInfo) -> StartRow:
         row.processed = row.cached = choice.length
+        row.fresh = row.remaining
         row.move(Phase.PREFILL if row.remaining else Phase.DECODE)
         uncuttable = not model.can_trim(len(row.spec.prompt) + row.spec.limit)
         row.keep_prompt = self._cache and uncuttable and row.remaining >= PROMPT_ENTRY_AT_LEAST
@@ -153,22 +155,27 @@ class Planner:
         if not pending:
             return []
         running = sum(row.phase is Phase.DECODE for row in rows)
-        budget = whole = self._sizer.budget(
-            pending=len(pending), running=running, blocking=not model.launches_ahead
-        )
         parts: list[PrefillRow] = []
-        for row in _fair_order(pending, budget):
-            if budget <= 0 or (parts and budget < row.remaining <= whole):
-                # A short prompt is not split: it fits into the next step.
-                break
-            count = _stop_at_shared(row, min(budget, row.remaining), waits.get(row.id, []), model)
+        for row, tokens in share(pending, self._budget(pending, running, model)):
+            count = _stop_at_shared(row, tokens, waits.get(row.id, []), model)
             parts.append(PrefillRow(row.id, count))
-            budget -= count
             row.processed += count
             self.prefilled_tokens += count
             if not row.remaining:
                 row.move(Phase.DECODE)
         return parts
+
+    def _budget(self, pending: list[Row], running: int, model: ModelInfo) -> int:
+        """Tokens of the next step, for rows in prefill by age beside ``running`` ones."""
+        blocking = not model.launches_ahead
+        budget = self._sizer.budget(pending=len(pending), running=running, blocking=blocking)
+        short = short_ones(pending)
+        if running or not short or pending[0].remaining <= budget:
+            return budget
+        # Whoever is about to have its first token must not wait for as much as fits where nobody
+        # waits for anything.
+        less = min(budget, self._sizer.budget(pending=len(pending), running=1))
+        return less if short[0].remaining <= less // 2 else budget
 
     def _decode(self, rows: list[Row], model: ModelInfo) -> list[Row]:
         chosen: list[Row] = []
@@ -182,21 +189,6 @@ class Planner:
             row.processed += 1
             chosen.append(row)
         return chosen
-
-
-def _fair_order(pending: list[Row], budget: int) -> list[Row]:
-    """Oldest first, but rows that are short take up to half of the step before it."""
-    oldest, rest = pending[0], pending[1:]
-    short: list[Row] = []
-    room = budget // 2
-    for row in sorted(rest, key=lambda r: (r.remaining, r.number)):
-        if row.remaining > room:
-            break
-        room -= row.remaining
-        short.append(row)
-    if oldest.remaining <= budget:
-        return pending
-    return [*short, oldest, *[row for row in rest if row not in short]]
 
 
 def _stop_at_shared(row: Row, count: int, waits: list[int], model: ModelInfo) -> int:

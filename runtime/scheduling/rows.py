@@ -5,7 +5,7 @@ Runs inside the scheduler's core. Knows counts and ids, never arrays or text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -50,6 +50,7 @@ class Row:
 
     Attributes:
         processed: tokens in the device's state once every launched step has run.
+        fresh: prompt tokens that were to be prefilled when the row started.
         in_flight: decodes that were launched and whose token is not known yet.
         generated: tokens known so far; the last one is not in the state unless a step ran ahead.
         hit: what the prefix cache lent, until the row has started.
@@ -62,6 +63,7 @@ class Row:
     ids: npt.NDArray[np.int64]
     phase: Phase = Phase.WAITING
     processed: int = 0
+    fresh: int = 0
     in_flight: int = 0
     cached: int = 0
     generated: list[int] = field(default_factory=list)
@@ -130,20 +132,36 @@ def choose_source(
 ) -> Choice:
     """The longest prefix that ``row`` can start from: the cache's hit or another row's state."""
     best = Choice(Cold(), 0) if row.hit is None else Choice(row.hit, row.hit.length)
-    wait_for: RowId | None = None
-    wait_length = best.length + MIN_SHARED - 1
     for donor in donors:
         if donor.adapters != row.adapters:
             continue
-        common = min(shared_length(row.ids, donor.ids), row.prompt_goal)
-        now = min(common, donor.processed)
+        now = min(shared_length(row.ids, donor.ids), row.prompt_goal, donor.processed)
         cuttable = trim_window is None or donor.processed <= trim_window
         if now > max(best.length, MIN_SHARED - 1) and (cuttable or now == donor.processed):
             best = Choice(FromRow(donor.id, now), now)
-        later = min(common, donor.prompt_goal)
+    if not may_wait:
+        return best
+    for donor in _soon(row, donors, best.length):
+        later = min(shared_length(row.ids, donor.ids), row.prompt_goal, donor.prompt_goal)
         reachable = trim_window is None or later <= trim_window
-        if donor.phase is Phase.PREFILL and reachable and later > max(wait_length, now):
-            wait_for, wait_length = donor.id, later
-    if may_wait and wait_for is not None and wait_length >= best.length + MIN_SHARED:
-        return Choice(best.source, best.length, wait_for, wait_length)
+        if reachable and later >= max(best.wait_length + 1, best.length + MIN_SHARED):
+            best = replace(best, wait_for=donor.id, wait_length=later)
     return best
+
+
+def _soon(row: Row, donors: list[Row], length: int) -> list[Row]:
+    """Donors that come to more of a prompt no later than ``row`` would, who has ``length``.
+
+    The oldest in prefill advances in every step; of the others, one that is much longer than what
+    ``row`` has to compute may stand still for as long as those before it take.
+    """
+    prefilling = [donor for donor in donors if donor.phase is Phase.PREFILL]
+    oldest = min(prefilling, key=lambda donor: donor.number, default=None)
+    own = row.prompt_goal - length
+    return [
+        donor
+        for donor in prefilling
+        if donor.adapters == row.adapters
+        and donor.processed >= length
+        and (donor is oldest or donor.fresh <= 2 * own)
+    ]
