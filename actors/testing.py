@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import trio
 
+from mlx_troupe.runtime.adapter_fit import AdapterTarget, fit
+from mlx_troupe.runtime.adapters import AdapterInfo, inspect_adapter
 from mlx_troupe.runtime.device import (
     Cold,
     Device,
@@ -51,6 +54,7 @@ class ScriptedRow:
 
     prompt: tuple[int, ...]
     state: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
     sampled: list[int] = field(default_factory=list)
 
     @property
@@ -73,6 +77,9 @@ class ScriptedDevice:
 
     Faults to order: ``fail_next`` is raised once, by the next call or by the next one that
     ``fail_on`` names; rows in ``poisoned`` fail at their first decode.
+
+    Adapters change nothing that it says. Any readable adapter folder can be mounted, unless
+    ``targets`` names the modules that the model claims to have.
     """
 
     def __init__(
@@ -91,11 +98,14 @@ class ScriptedDevice:
         self.open_seconds = open_seconds
         self.rows: dict[RowId, ScriptedRow] = {}
         self.snapshots: dict[SnapshotId, tuple[int, ...]] = {}
+        self.made_with: dict[SnapshotId, tuple[str, ...]] = {}
         self.plans: list[StepPlan] = []
         self.opened = 0
         self.fail_next: Exception | None = None
         self.fail_on: Call | None = None
         self.poisoned: set[RowId] = set()
+        self.targets: tuple[AdapterTarget, ...] = ()
+        self.mounted: dict[str, AdapterInfo] = {}
         self._under_way: deque[StepDone] = deque()
         self._seen: set[RowId] = set()
         self._failed: set[RowId] = set()
@@ -148,6 +158,7 @@ class ScriptedDevice:
         """Forget kept states."""
         for snapshot in snapshots:
             self.snapshots.pop(snapshot, None)
+            self.made_with.pop(snapshot, None)
 
     def drop_rows(self) -> None:
         """Forget rows, steps under way and the states they were about to report."""
@@ -155,6 +166,26 @@ class ScriptedDevice:
             self.release(tuple(kept.snapshot for kept in done.kept))
         self._under_way.clear()
         self.rows.clear()
+
+    def mount(self, adapter_id: str, path: Path) -> AdapterInfo:
+        """Read the folder as the real device does; every byte on disk is one in memory."""
+        found = inspect_adapter(path)
+        if self.targets:
+            fit(found, {target.name: target for target in self.targets})
+        size, layers = found.size_bytes, len(found.modules)
+        self.mounted[found.revision] = info = AdapterInfo(
+            adapter_id, str(path), found.revision, found.rank, found.scale, layers, size, size
+        )
+        return info
+
+    def unmount(self, revision: str) -> int:
+        """Forget a revision; rows keep what they started with."""
+        info = self.mounted.pop(revision, None)
+        return 0 if info is None else info.mounted_layers
+
+    def adapter_targets(self) -> tuple[AdapterTarget, ...]:
+        """Whatever ``targets`` says."""
+        return self.targets
 
     def stats(self) -> DeviceStats:
         """Counts; every id counts as one byte."""
@@ -175,6 +206,8 @@ class ScriptedDevice:
         """Forget everything."""
         self.drop_rows()
         self.snapshots.clear()
+        self.made_with.clear()
+        self.mounted.clear()
 
     def _maybe_fail(self, call: Call) -> None:
         if self.fail_on not in (None, call):
@@ -196,12 +229,17 @@ class ScriptedDevice:
         if length < len(row.state) - 1 and not self.model.can_trim(len(row.state)):
             return SnapshotSkipped(snapshot, "cannot be cut")
         self.snapshots[snapshot] = row.state[:length]
+        self.made_with[snapshot] = row.adapters
         return SnapshotMade(snapshot, length, length)
 
     def _start(self, start: StartRow, failed: list[RowFailed]) -> None:
         if start.row in self._seen:
             raise ContractBroken(f"row id {start.row} was used before")
         self._seen.add(start.row)
+        if missing := [name for name in start.adapters if name not in self.mounted]:
+            self._fail(start.row, f"adapters {missing} are not mounted", failed)
+            return
+        made_with = start.adapters
         match start.source:
             case Cold():
                 state: tuple[int, ...] = ()
@@ -209,6 +247,7 @@ class ScriptedDevice:
                 if snapshot not in self.snapshots:
                     raise ContractBroken(f"snapshot {snapshot} is not there")
                 state = self._cut(self.snapshots[snapshot], length)
+                made_with = self.made_with[snapshot]
             case FromRow(donor, length):
                 if donor in self._failed:
                     # Planned before the donor's failure was known.
@@ -217,9 +256,12 @@ class ScriptedDevice:
                 if donor not in self.rows:
                     raise ContractBroken(f"row {donor} is not there to start from")
                 state = self._cut(self.rows[donor].state, length)
+                made_with = self.rows[donor].adapters
         if state != start.ids[: len(state)] or len(state) >= len(start.ids):
             raise ContractBroken(f"row {start.row} starts from a state that is not its prefix")
-        self.rows[start.row] = ScriptedRow(start.ids, state)
+        if made_with != start.adapters:
+            raise ContractBroken(f"row {start.row} starts from a state of other adapters")
+        self.rows[start.row] = ScriptedRow(start.ids, state, start.adapters)
 
     def _cut(self, state: tuple[int, ...], length: int) -> tuple[int, ...]:
         if length > len(state):
