@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mutants import forget_the_window, leak_a_slot, lose_a_token
 from ragged_rig import (
     MODELS,
     WINDOW,
@@ -149,41 +150,6 @@ def test_rings_hold_no_more_than_window_and_slack() -> None:
         batch.begin(layouts.SLACK + 2)
 
 
-def leak_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask lets one slot behind each row's last token in."""
-    honest = steps.Step._make_mask
-
-    def leaky(self: Any, segment: Any, used: int, *rest: Any) -> mx.array:
-        mask = honest(self, segment, used, *rest)
-        first = self.offsets[segment.start : segment.stop].reshape(-1, 1, 1, 1)
-        return mask | (mx.arange(used) == first + self.columns)
-
-    monkeypatch.setattr(steps.Step, "_make_mask", leaky)
-
-
-def lose_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer's keys are not written in one step."""
-    honest, calls = layouts._scatter, [0]
-
-    def forgetful(buffers: Any, *rest: Any) -> Any:
-        calls[0] += 1
-        before = mx.array(buffers[0])
-        keys, *others = honest(buffers, *rest)
-        return (before if calls[0] == 5 else keys, *others)
-
-    monkeypatch.setattr(layouts, "_scatter", forgetful)
-
-
-def forget_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding layers see all that their ring holds."""
-    honest = steps.Step.mask
-
-    def boundless(self: Any, segment: Any, used: int, ring: Any, window: Any, *rest: Any) -> Any:
-        return honest(self, segment, used, ring, None, *rest)
-
-    monkeypatch.setattr(steps.Step, "mask", boundless)
-
-
 @pytest.mark.parametrize("mutant", [leak_a_slot, lose_a_token, forget_the_window])
 def test_the_comparison_catches_broken_layouts(
     mutant: Callable[[pytest.MonkeyPatch], None],
@@ -208,15 +174,6 @@ def test_recurrent_state_is_refused_by_name(tmp_path: Any) -> None:
     assert reason is not None
     assert "mamba" in reason
     assert "ArraysCache" in reason
-
-
-def test_own_attention_is_refused_by_name(tmp_path: Any) -> None:
-    """gemma2 computes its scores itself; a mask of ours would be silently wrong."""
-    path = make_checkpoint(tmp_path / "m", "llama", model_type="gemma2", head_dim=16)
-    reason = why_not_batchable(load_oracle(path))
-    assert reason is not None
-    assert "gemma2" in reason
-    assert "attention" in reason
 
 
 def test_the_self_check_finds_a_broken_layout(monkeypatch: pytest.MonkeyPatch) -> None:

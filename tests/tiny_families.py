@@ -42,6 +42,21 @@ _MAMBA: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 
+# The last three layers read keys and values of the second and the third.
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    **ATTENTION,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 3,
+    "final_logit_softcapping": 30.0,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **ATTENTION},
     "mistral": {"model_type": "mistral", **ATTENTION, "head_dim": 16},
@@ -94,13 +109,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma": {"model_type": "gemma", **ATTENTION, "head_dim": 16},
-    # Caps low enough to bend scores of tiny models.
+    # A cap low enough to bend the scores of a tiny model.
     "gemma2": {
         "model_type": "gemma2",
         **ATTENTION,
         "head_dim": 16,
-        "query_pre_attn_scalar": 4.0,
-        "attn_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 16.0,
+        "attn_logit_softcapping": 20.0,
         "final_logit_softcapping": 30.0,
     },
     "gemma3_text": {
@@ -112,19 +127,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
     },
-    # The last three layers read keys and values of the second and the third.
-    "gemma4_text": {
-        "model_type": "gemma4_text",
-        **ATTENTION,
-        "num_hidden_layers": 6,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "num_kv_shared_layers": 3,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 3,
-        "final_logit_softcapping": 30.0,
+    "gemma4_text": GEMMA4,
+    # The same as released: a text model in a shell for more senses.
+    "gemma4": {
+        "model_type": "gemma4",
+        "vocab_size": VOCAB,
+        "eos_token_id": EOS,
+        "text_config": GEMMA4,
     },
     # The larger ones: experts beside the MLP, global layers whose keys are their values.
     "gemma4_text-moe": {
@@ -209,8 +218,9 @@ DRAWS: dict[str, Draw] = {
     "olmo2": Draw(seed=3),
     "starcoder2": Draw(seed=4),
     "gemma": Draw(embedding=0.05, last_norm=9.0),
-    "gemma2": Draw(seed=6, embedding=0.05, last_norm=9.0),
+    "gemma2": Draw(embedding=0.05, last_norm=9.0),
     "gemma3_text": Draw(embedding=0.125),
     "gemma4_text": Draw(seed=1, embedding=0.125, query_norm=0.4),
+    "gemma4": Draw(seed=1, embedding=0.125, query_norm=0.4),
     "gemma4_text-moe": Draw(embedding=0.125, query_norm=0.4),
 }

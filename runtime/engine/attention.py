@@ -36,9 +36,17 @@ class AttentionView(Protocol):
     """Keys and values of a batch whose rows do not fit one array."""
 
     def attend(
-        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
-        """Attention of ``queries`` [B, H, L, D] in float; the result has the same B, H and L."""
+        """Attention of ``queries`` [B, H, L, D] in float; the result has the same B, H and L.
+
+        Scores are bent to ±``softcap`` where there is one.
+        """
         ...
 
 
@@ -113,4 +121,23 @@ def attend_group_folded(
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     weights = mx.power(2.0, scores - scores.max(axis=-1, keepdims=True))
     output = (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    return output.reshape(n, heads, columns, values.shape[-1])
+
+
+def attend_group_capped(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    softcap: float,
+    mask: mx.array | None,
+) -> mx.array:
+    """The same with scores bent to ±``softcap``, which no fused kernel does. Mask as above."""
+    n, heads, columns, width = queries.shape
+    kv_heads = keys.shape[1]
+    folded = (queries * scale).reshape(n, kv_heads, heads // kv_heads * columns, width)
+    scores = mx.tanh(folded @ keys.swapaxes(-1, -2) / softcap) * softcap
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    output = mx.softmax(scores, axis=-1, precise=True) @ values
     return output.reshape(n, heads, columns, values.shape[-1])

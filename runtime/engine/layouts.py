@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..device import RowId
-from .attention import RaggedMask
+from .attention import RaggedMask, attend_group_capped
 from .codecs import PLAIN, Codec, Image, Stored
 from .groups import GroupChange, GroupKey, Place, Relayout, Segment, SlotCopy
 from .lone import give_cache, take_image
@@ -237,6 +237,7 @@ class KVLayout:
         scale: float,
         window: int | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """Attention of all rows, once per group; shapes as in ``attention.AttentionView``."""
         window = min((w for w in (window, self.window) if w is not None), default=None)
@@ -247,8 +248,15 @@ class KVLayout:
             reach = Reach(step, segment, step.used(segment, depth), self.ring, window)
             if (rows, reach.used) != (stored[0].shape[0], depth):
                 stored = tuple(x[:rows, :, : reach.used] for x in stored)
-            codec = self.codec_of(segment.group)
-            outputs.append(codec.attend(_share(segment, queries), stored, scale, reach, sinks))
+            codec, share = self.codec_of(segment.group), _share(segment, queries)
+            if softcap is None:
+                outputs.append(codec.attend(share, stored, scale, reach, sinks))
+            elif codec is PLAIN:
+                keys, values = stored
+                mask = reach.mask(share.shape[1] // keys.shape[1])
+                outputs.append(attend_group_capped(share, keys, values, scale, softcap, mask))
+            else:
+                raise TypeError("a softcap on encoded keys and values")
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
@@ -292,7 +300,12 @@ class RowsCache:
         return RaggedMask(window_size)
 
     def attend(
-        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """See ``attention.AttentionView``."""
-        return self._layout.attend(self._step, queries, scale, window, sinks)
+        return self._layout.attend(self._step, queries, scale, window, sinks, softcap)

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..device import RowId
 from .activations import install_swiglu
 from .attention import NAME, install_attention
+from .families import adapt, computes_own_scores
 from .lone import window_of_cache
 from .positions import install_rope
 
@@ -32,6 +33,7 @@ def why_not_batchable(model: nn.Module) -> str | None:
             window_of_cache(cache)
     except TypeError as error:
         return f"{family}: {error}"
+    adapt(model)
     if not names_attention(model):
         return f"{family} computes attention in a way of its own"
     install_attention()
@@ -50,7 +52,9 @@ def model_family(model: nn.Module) -> str:
 
 
 def names_attention(model: nn.Module) -> bool:
-    """Whether any module that the model's layers come from calls attention by the usual name."""
+    """Whether any module that the model's layers come from calls attention that we can reach."""
+    if computes_own_scores(model):
+        return True
     sources = {type(module).__module__ for module in model.modules()}
     return any(hasattr(sys.modules.get(source), NAME) for source in sources)
 

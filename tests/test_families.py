@@ -1,0 +1,145 @@
+"""Every family that the project names: lone rows against mlx-lm, ragged rows against lone ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from family_rig import TOKENS, family, lone_runs, ragged_run
+from mutants import forget_the_window, leak_a_slot, lose_a_token, shift_positions
+from ragged_rig import Troupe
+from tiny_families import FAMILIES
+
+from mlx_troupe.runtime.engine import batch as batch_module
+from mlx_troupe.runtime.engine import layouts, steps
+from mlx_troupe.runtime.engine.batch import why_not_batchable
+
+pytestmark = pytest.mark.mlx
+
+RECURRENT = ("qwen3_5", "mamba", "mamba2")
+TOGETHER = tuple(name for name in FAMILIES if name not in RECURRENT)
+SLIDING = ("gemma3_text", "gemma4_text", "gemma4_text-moe", "gemma4")
+PACKED = ("gemma2", "gemma4_text", "qwen3_moe", "qwen3_5", "phi3")
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [*((name, None) for name in FAMILIES), *((name, 4) for name in PACKED)]
+)
+def test_a_lone_row_is_bit_exact_with_mlx_lm(
+    name: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids and every log-probability equal those of generate_step, bit for bit, and wander."""
+    known = family(name, bits)
+    info, ours = lone_runs(known.path, monkeypatch)
+    for wanted, got in zip(known.oracle, ours, strict=True):
+        assert len(set(wanted.ids)) >= 8
+        assert got.ids == wanted.ids
+        assert len(got.ids) == TOKENS
+        assert np.array_equal(np.stack(got.logprobs), np.stack(wanted.logprobs))
+    assert info.batchable is (known.alone is None)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_ragged_rows_equal_lone_rows(name: str) -> None:
+    """Teacher-forced logits of every row in a batch equal those of the row alone."""
+    assert family(name).alone is None
+    ragged_run(family(name).model)
+
+
+@pytest.mark.parametrize("name", ["minicpm5", "gemma2", "gemma3_text", "gemma4_text"])
+def test_whole_capacities_are_read_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs: attention reads whole capacities, with every slot behind a row masked."""
+
+    class WholeStep(steps.Step):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.on_cpu = False
+
+    monkeypatch.setattr(batch_module, "Step", WholeStep)
+    ragged_run(family(name).model)
+
+
+@pytest.mark.parametrize("name", [name for name in TOGETHER if name not in SLIDING])
+def test_prompts_of_several_lengths_share_a_prefill(name: str) -> None:
+    """Right-padded prompts in one pass, empty rows and begun ones, then a step of all."""
+    troupe = Troupe(family(name).model)
+    troupe.add(0, 0, steps=16)
+    troupe.add(1, 14, steps=16)
+    troupe.prefill({0: 11, 1: 5})
+    troupe.add(2, 3, steps=18)
+    troupe.prefill({0: 1, 1: 7, 2: 12})
+    troupe.step()
+
+
+MUTANTS: tuple[Mutant, ...] = (leak_a_slot, lose_a_token, shift_positions)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        *((name, mutant) for name in TOGETHER for mutant in MUTANTS),
+        *((name, forget_the_window) for name in SLIDING),
+    ],
+)
+def test_the_comparison_catches_broken_layouts(
+    name: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every family the very run that passes fails for a slot, token, position or window."""
+    model = family(name).model
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        ragged_run(model)
+
+
+def test_a_lost_softcap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 2's scores are bent; straight ones give other logits."""
+    honest = layouts.RowsCache.attend
+
+    def straight(self: Any, *args: Any, softcap: float) -> mx.array:
+        assert softcap > 0
+        return honest(self, *args)
+
+    monkeypatch.setattr(layouts.RowsCache, "attend", straight)
+    with pytest.raises(AssertionError, match="differ"):
+        ragged_run(family("gemma2").model)
+
+
+class OwnScores(nn.Module):
+    """A layer that computes attention by itself, in a module that names no function for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        heads = self.project(x).reshape(*x.shape[:2], 3, 1, 8).transpose(2, 0, 3, 1, 4)
+        keys, values = cache.update_and_fetch(heads[1], heads[2])
+        return (mx.softmax(heads[0] @ keys.swapaxes(-1, -2), axis=-1) @ values)[:, 0]
+
+
+class Homemade(nn.Module):
+    """A model of a family that nobody knows."""
+
+    model_type = "homemade"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = [OwnScores()]
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        h = self.embed(ids)
+        for layer, c in zip(self.layers, cache, strict=True):
+            h = h + layer(h, None, c)
+        return self.embed.as_linear(h)
+
+
+def test_own_attention_is_refused_by_name() -> None:
+    """A model that computes its scores itself runs row by row, and the reason says so."""
+    assert why_not_batchable(Homemade()) == "homemade computes attention in a way of its own"
