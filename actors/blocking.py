@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import sniffio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import Device, ModelInfo
 from mlx_troupe.runtime.requests import Failed, Finished, GenerationEvent, GenerationRequest
 from mlx_troupe.runtime.settings import Settings
@@ -110,6 +112,18 @@ class BlockingRuntime:
     def clear_cache(self) -> int:
         """Empty the prefix cache; returns how many entries it had."""
         return self._portal.call(self._runtime.clear_cache)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests may name, in the order in which they were mounted."""
+        return self._portal.call(lambda: self._runtime.adapters)
+
+    def mount_adapter(self, adapter_id: str, folder: Path) -> AdapterInfo:
+        """Mount a LoRA folder, or replace one; see :meth:`Runtime.mount_adapter`."""
+        return self._portal.call(self._runtime.mount_adapter, adapter_id, folder)
+
+    def unmount_adapter(self, adapter_id: str) -> int:
+        """Take an adapter from requests that start from now on; how many modules it changed."""
+        return self._portal.call(self._runtime.unmount_adapter, adapter_id)
 
     def health(self) -> Health:
         """The company's state, computed from its supervisor."""

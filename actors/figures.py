@@ -26,6 +26,7 @@ def figures(
     supervisor: Supervisor,
     scheduler: SchedulerStats,
     cache: PrefixStats,
+    adapters: dict[str, object],
     *,
     active: int,
     started_at: float,
@@ -36,6 +37,7 @@ def figures(
         "batch": _batch(settings, view, scheduler),
         "scheduler": asdict(scheduler),
         "prompt_cache": asdict(cache),
+        "adapters": adapters,
         "device": asdict(view.stats),
         "requests": {"active": active},
         "process": {

@@ -8,13 +8,18 @@ the watchdog's time is given up for good, since a thread cannot be killed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import assert_never
 
 import trio
 
+from mlx_troupe.runtime.adapter_fit import AdapterTarget
+from mlx_troupe.runtime.adapter_table import Loaded, Mounting
+from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import DeviceStats, ModelInfo
-from mlx_troupe.runtime.errors import ModelError
+from mlx_troupe.runtime.errors import ModelError, Unavailable
 
 from .mailbox import Mailbox
 from .messages import (
@@ -25,6 +30,9 @@ from .messages import (
     DropRows,
     GpuCommand,
     Launch,
+    Mount,
+    Mounted,
+    MountRefused,
     Open,
     Opened,
     OpenFailed,
@@ -35,16 +43,19 @@ from .messages import (
     Settle,
     Settled,
     StepSettled,
+    Unmount,
+    Unmounted,
     WorkerEvent,
 )
-from .reply import Bell
+from .reply import Bell, Reply
 from .supervisor import Fatal
 from .worker import Worker
 
 REST_AFTER = 5.0
 """Seconds without a step after which unused memory goes back to the system."""
 LOADING = -1
-"""Stands for a load among the steps that the watchdog waits for; step ids start at 0."""
+"""Stands for a load among the steps that the watchdog waits for; step ids start at 0. Work on
+adapters has the numbers below."""
 
 
 class DeviceHung(Fatal):
@@ -71,7 +82,13 @@ class GpuView:
     stats: DeviceStats = field(default_factory=DeviceStats)
     error: str | None = None
     loads: int = 0
+    mounted_at_load: tuple[AdapterInfo, ...] = ()
+    adapter_targets: tuple[AdapterTarget, ...] = ()
     bell: Bell = field(default_factory=Bell)
+
+    def loaded(self) -> Loaded:
+        """What the latest load mounted."""
+        return Loaded(self.loads, self.mounted_at_load)
 
 
 class Watchdog:
@@ -106,8 +123,8 @@ class Watchdog:
             self._look()
 
     def forget_steps(self) -> None:
-        """Nobody waits for the steps under way any more; a load is still waited for."""
-        self._allowed = {k: v for k, v in self._allowed.items() if k == LOADING}
+        """Nobody waits for the steps under way any more; all else is still waited for."""
+        self._allowed = {k: v for k, v in self._allowed.items() if k <= LOADING}
 
     async def run(self) -> None:
         """Raises DeviceHung when a result is overdue."""
@@ -136,7 +153,9 @@ class GpuActor:
     Args:
         mailbox: commands. A scheduler has at most two steps under way and the cache releases at
             most what it holds, so the bound is never met; a full mailbox is a crash.
-        step_timeout, prefill_timeout: seconds for a step without and with prefill (or a load).
+        step_timeout, prefill_timeout: seconds for a step without and with prefill (or a load, or
+            work on adapters).
+        mounts: adapters that belong to the model whenever it is loaded.
     """
 
     def __init__(
@@ -149,6 +168,7 @@ class GpuActor:
         cache: Mailbox[CacheMessage],
         step_timeout: float,
         prefill_timeout: float,
+        mounts: Callable[[], tuple[Mounting, ...]] = tuple,
     ) -> None:
         self._mailbox = mailbox
         self._worker = worker
@@ -157,13 +177,17 @@ class GpuActor:
         self._cache = cache
         self._step_timeout = step_timeout
         self._prefill_timeout = prefill_timeout
+        self._mounts = mounts
         self._watchdog = Watchdog()
         self._last_step = -math.inf
+        # Asks that the worker has and has not answered, by their number for the watchdog.
+        self._asked: dict[Reply[AdapterInfo] | Reply[int], int] = {}
+        self._numbers = count(LOADING - 1, -1)
 
     async def run(self) -> None:
         """Load, then serve until cancelled. Raises DeviceBroken, DeviceHung or ModelRefused."""
         self._worker.start()
-        self._worker.submit(Open())
+        self._worker.submit(Open(self._mounts(), strict=self._view.loads == 0))
         self._watchdog.expect(LOADING, self._prefill_timeout)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._listen)
@@ -172,8 +196,11 @@ class GpuActor:
 
     def abandon(self, reason: str) -> None:
         """Everyone who had something on the device is told; queued commands are void."""
-        for _ in self._mailbox.drain():
-            pass
+        for command in self._mailbox.drain():
+            if isinstance(command, Mount | Unmount):
+                command.reply.fail(Unavailable(reason))
+        for reply in self._asked:
+            reply.fail(Unavailable(reason))
         self._view.model = None
         self._view.error = reason
         self._view.bell.ring()
@@ -199,6 +226,9 @@ class GpuActor:
                 self._last_step = trio.current_time()
             case DropRows():
                 self._watchdog.forget_steps()
+            case Mount(reply=reply) | Unmount(reply=reply):
+                self._asked[reply] = number = next(self._numbers)
+                self._watchdog.expect(number, self._prefill_timeout)
             case Settle() | Release():
                 pass
             case _:
@@ -221,19 +251,37 @@ class GpuActor:
                 self._watchdog.heard(done.step)
                 self._view.stats = stats
                 self._scheduler.post(StepSettled(done))
-            case Opened(model, stats):
+            case Opened(model, stats, mounted, targets):
                 self._watchdog.heard(LOADING)
                 self._view.model = model
                 self._view.stats = stats
                 self._view.error = None
                 self._view.loads += 1
+                self._view.mounted_at_load = mounted
+                self._view.adapter_targets = targets
                 self._view.bell.ring()
                 self._cache.post(DeviceReady(model))
                 self._scheduler.post(DeviceReady(model))
             case Rested(stats):
                 self._view.stats = stats
+            case Mounted(reply, info, stats):
+                self._answered(reply)
+                self._view.stats = stats
+                reply.set(info)
+            case MountRefused(reply, refusal):
+                self._answered(reply)
+                reply.fail(refusal)
+            case Unmounted(reply, modules, stats):
+                self._answered(reply)
+                self._view.stats = stats
+                reply.set(modules)
             case OpenFailed(error):
                 self._view.error = error.message
                 raise ModelRefused(ModelError(error.message))
             case Broke(error):
                 raise DeviceBroken(f"{type(error).__name__}: {error}") from error
+
+    def _answered(self, reply: Reply[AdapterInfo] | Reply[int]) -> None:
+        number = self._asked.pop(reply, None)
+        if number is not None:
+            self._watchdog.heard(number)

@@ -7,10 +7,14 @@ Commands are imperative, events are in the past tense. No array, no text, no tas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import trio
 
+from mlx_troupe.runtime.adapter_fit import AdapterTarget
+from mlx_troupe.runtime.adapter_table import Mounting
+from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import DeviceStats, ModelInfo, RowId, SnapshotId, StepDone, StepPlan
 from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId
@@ -133,6 +137,34 @@ class Clear:
 
 CacheMessage: TypeAlias = Lookup | Put | EndLease | EndAllLeases | Clear | DeviceReady | DeviceLost
 
+# ---- to the adapters -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MountAdapter:
+    """Mount the adapter in a folder under an id; what had the id before is replaced.
+
+    The reply is what was mounted, or an AdapterError, and then nothing has changed.
+    """
+
+    adapter: str
+    path: Path
+    reply: Reply[AdapterInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class UnmountAdapter:
+    """Take an adapter from requests that start from now on.
+
+    The reply is how many modules it changed, or an AdapterError when it is not mounted.
+    """
+
+    adapter: str
+    reply: Reply[int]
+
+
+AdapterMessage: TypeAlias = MountAdapter | UnmountAdapter
+
 # ---- to the GPU ----------------------------------------------------------------------------
 
 
@@ -160,14 +192,37 @@ class DropRows:
     """A new scheduler begins: forget rows and steps under way."""
 
 
-GpuCommand: TypeAlias = Launch | Settle | Release | DropRows
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """Mount an adapter between two steps. The worker carries the reply without touching it."""
+
+    adapter: str
+    path: Path
+    reply: Reply[AdapterInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmount:
+    """Unmount a revision between two steps: rows that were launched with it keep it."""
+
+    revision: str
+    reply: Reply[int]
+
+
+GpuCommand: TypeAlias = Launch | Settle | Release | DropRows | Mount | Unmount
 
 # ---- between the GPU actor and its worker --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Load (again) and warm up."""
+    """Load (again), mount adapters and warm up.
+
+    ``strict``: an adapter that cannot be mounted refuses the model; otherwise it is left out.
+    """
+
+    mounts: tuple[Mounting, ...] = ()
+    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +240,12 @@ WorkerCommand: TypeAlias = GpuCommand | Open | Rest | Close
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The model is loaded and warm."""
+    """The model is loaded and warm; ``mounted`` are its adapters, ``targets`` what takes one."""
 
     model: ModelInfo
     stats: DeviceStats
+    mounted: tuple[AdapterInfo, ...] = ()
+    targets: tuple[AdapterTarget, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +271,38 @@ class Rested:
 
 
 @dataclass(frozen=True, slots=True)
+class Mounted:
+    """An adapter is mounted."""
+
+    reply: Reply[AdapterInfo]
+    info: AdapterInfo
+    stats: DeviceStats
+
+
+@dataclass(frozen=True, slots=True)
+class MountRefused:
+    """An adapter cannot be mounted; nothing has changed."""
+
+    reply: Reply[AdapterInfo]
+    error: TroupeError
+
+
+@dataclass(frozen=True, slots=True)
+class Unmounted:
+    """A revision is unmounted; it changed so many modules."""
+
+    reply: Reply[int]
+    modules: int
+    stats: DeviceStats
+
+
+@dataclass(frozen=True, slots=True)
 class Broke:
     """The device raised: rows, states and steps under way are lost."""
 
     error: Exception
 
 
-WorkerEvent: TypeAlias = Opened | OpenFailed | Settled | Rested | Broke
+WorkerEvent: TypeAlias = (
+    Opened | OpenFailed | Settled | Rested | Mounted | MountRefused | Unmounted | Broke
+)

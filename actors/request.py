@@ -21,7 +21,7 @@ from mlx_troupe.runtime.defaults import (
     token_limit,
 )
 from mlx_troupe.runtime.device import ModelInfo, RowId
-from mlx_troupe.runtime.errors import GenerationFailed, TroupeError, Unavailable
+from mlx_troupe.runtime.errors import GenerationFailed, InvalidRequest, TroupeError, Unavailable
 from mlx_troupe.runtime.requests import (
     ChatPrompt,
     Failed,
@@ -159,7 +159,9 @@ class RequestActor:
             param="messages" if isinstance(self._request.prompt, ChatPrompt) else "prompt",
         )
         stop_ids = self._tools.tokenizer.eos_ids | frozenset(self._request.stop_token_ids)
-        spec = RowSpec(self._row, built.ids, sampling, limit, stop_ids)
+        spec = RowSpec(
+            self._row, built.ids, sampling, limit, stop_ids, adapters=self._request.adapters
+        )
         # The buffer is the reservation: one Started, one event a token, one end.
         send, receive = trio.open_memory_channel[RowEvent](limit + 2)
         with receive:
@@ -200,7 +202,9 @@ class RequestActor:
                 case RowEnded(_, reason):
                     self._finish(stream, reason)
                     return
-                case RowBroken(_, message):
+                case RowBroken(_, message, param):
+                    if param is not None:
+                        raise InvalidRequest(message, param=param)
                     raise GenerationFailed(message)
                 case _:
                     assert_never(event)

@@ -12,9 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 
 import trio
 
+from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, StepId
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas
@@ -27,6 +29,7 @@ from mlx_troupe.runtime.text.prompts import PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .adapters import AdapterDesk
 from .figures import figures
 from .gate import Bounds, Gate
 from .generation import Generation, Health
@@ -71,6 +74,7 @@ class Runtime:
         # Full is a crash: two steps and the releases of one cache are all that is ever in it.
         self._gpu = Mailbox[GpuCommand](65_536)
         self.view = GpuView()
+        self._adapters = AdapterDesk(settings.adapters, self.view)
         # Rebuilt by the supervisor; these two are read for figures before it has started.
         self.scheduler = self._build_scheduler()
         self.cache = self._build_cache()
@@ -79,6 +83,7 @@ class Runtime:
                 Child("gpu", self._build_gpu, restarts=1, window=600.0),
                 Child("scheduler", self._build_scheduler),
                 Child("kvcache", self._build_cache),
+                Child("adapters", lambda: self._adapters.build(self._gpu)),
             ),
             self.view.bell,
             self._fail_everyone,
@@ -95,6 +100,7 @@ class Runtime:
             cache=self._cache,
             step_timeout=self.settings.step_timeout,
             prefill_timeout=self.settings.prefill_timeout,
+            mounts=self._adapters.table.wanted,
         )
 
     def _build_scheduler(self) -> SchedulerActor:
@@ -104,6 +110,7 @@ class Runtime:
             cache=self.settings.prompt_cache_bytes > 0,
             new_snapshot=lambda: SnapshotId(next(self._snapshots)),
             new_step=lambda: StepId(next(self._steps)),
+            resolve=self._adapters.table.resolve,
         )
         self.scheduler = SchedulerActor(
             self._scheduler,
@@ -154,6 +161,7 @@ class Runtime:
         """
         self._check_admission()
         model = await self.wait_ready()
+        self._adapters.table.resolve(request.adapters)
         actor = self._start(request, model)
         try:
             yield Generation(actor, await actor.admitted.wait())
@@ -209,6 +217,38 @@ class Runtime:
             raise Overloaded("the prefix cache is busy", retry_after=1.0) from None
         return await reply.wait()
 
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests may name, in the order in which they were mounted."""
+        return self._adapters.mounted
+
+    def check_adapter(self, adapter: AdapterDescription) -> None:
+        """Raise AdapterError, with the reason, for one that the loaded model cannot take."""
+        self._adapters.check(adapter)
+
+    async def mount_adapter(self, adapter_id: str, folder: Path) -> AdapterInfo:
+        """Mount a LoRA folder for requests that start from now on, or replace an adapter.
+
+        Rows that run go on. Those that started with the replaced adapter keep it.
+
+        Raises:
+            AdapterError: it cannot be read, or does not fit the model; nothing has changed.
+            Overloaded: too many such asks wait already.
+            Unavailable: the engine is gone, or was lost meanwhile.
+        """
+        await self.wait_ready()
+        return await self._adapters.mount(adapter_id, folder)
+
+    async def unmount_adapter(self, adapter_id: str) -> int:
+        """Take an adapter from requests that start from now on; how many modules it changed.
+
+        Raises:
+            AdapterError: it is not mounted.
+            Overloaded, Unavailable: as with :meth:`mount_adapter`.
+        """
+        await self.wait_ready()
+        return await self._adapters.unmount(adapter_id)
+
     def health(self) -> Health:
         """The company's state, computed from its supervisor."""
         states = dict(self.supervisor.states)
@@ -231,6 +271,7 @@ class Runtime:
             self.supervisor,
             self.scheduler.core.stats(),
             self.cache.core.stats(),
+            self._adapters.table.stats(),
             active=len(self._active),
             started_at=self.started_at,
         )

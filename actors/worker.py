@@ -8,23 +8,29 @@ kill the whole loop.)
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, assert_never
 
 import trio
 
+from mlx_troupe.runtime.adapter_table import Mounting
+from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import Device, StepPlan
-from mlx_troupe.runtime.errors import ModelError, TroupeError
+from mlx_troupe.runtime.errors import AdapterError, ModelError, TroupeError
 
 from .messages import (
     Broke,
     Close,
     DropRows,
     Launch,
+    Mount,
+    Mounted,
+    MountRefused,
     Open,
     Opened,
     OpenFailed,
@@ -33,10 +39,14 @@ from .messages import (
     Rested,
     Settle,
     Settled,
+    Unmount,
+    Unmounted,
     WorkerCommand,
     WorkerEvent,
 )
 from .threads import run_on_device_thread
+
+log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
@@ -82,7 +92,7 @@ class Conductor:
             return
         match command:
             case Open():
-                self._open()
+                self._open(command)
             case Launch(plan):
                 self._launch(plan)
             case Settle():
@@ -93,6 +103,11 @@ class Conductor:
             case DropRows():
                 self._under_way = 0
                 self._device.drop_rows()
+            case Mount():
+                self._mount(command)
+            case Unmount(revision, reply):
+                modules = self._device.unmount(revision)
+                self._post(Unmounted(reply, modules, self._device.stats()))
             case Rest():
                 if not self._under_way:
                     self._device.idle()
@@ -103,7 +118,7 @@ class Conductor:
             case _:
                 assert_never(command)
 
-    def _open(self) -> None:
+    def _open(self, command: Open) -> None:
         self._under_way = 0
         try:
             # Rows and states of the time before, if any, belong to nobody now.
@@ -111,13 +126,35 @@ class Conductor:
                 self._device.close()
             self._opened = True
             model = self._device.open()
+            mounted = tuple(self._mount_again(command))
         except TroupeError as error:
             self._post(OpenFailed(error))
         except Exception as error:  # a loader may raise anything
             self._post(OpenFailed(ModelError(f"the model cannot be loaded: {error}")))
         else:
             self._broken = False
-            self._post(Opened(model, self._device.stats()))
+            targets = self._device.adapter_targets()
+            self._post(Opened(model, self._device.stats(), mounted, targets))
+
+    def _mount_again(self, command: Open) -> Iterator[AdapterInfo]:
+        for mounting in command.mounts:
+            try:
+                yield self._device.mount(mounting.id, mounting.path)
+            except AdapterError as error:
+                if command.strict:
+                    raise _unmountable(mounting, error) from error
+                log.warning("adapter %s is not mounted again: %s", mounting.id, error.message)
+
+    def _mount(self, command: Mount) -> None:
+        # The results of steps under way need not wait for files to be read.
+        while self._under_way:
+            self._settle()
+        try:
+            info = self._device.mount(command.adapter, command.path)
+        except TroupeError as error:
+            self._post(MountRefused(command.reply, error))
+        else:
+            self._post(Mounted(command.reply, info, self._device.stats()))
 
     def _launch(self, plan: StepPlan) -> None:
         if self._under_way and not self._device.overlaps(plan):
@@ -132,6 +169,10 @@ class Conductor:
         done = self._device.settle()
         self._under_way -= 1
         self._post(Settled(done, self._device.stats()))
+
+
+def _unmountable(mounting: Mounting, error: AdapterError) -> ModelError:
+    return ModelError(f"adapter {mounting.id} cannot be mounted: {error.message}")
 
 
 class ThreadWorker:

@@ -99,6 +99,8 @@ class GenerationRequest:
 
     ``max_tokens`` ``None`` runs to an end token or the end of the context window. ``stop`` are
     texts, cut from the output at the earliest match; ``stop_token_ids`` end like an end token.
+    ``adapters`` are ids of mounted adapters, applied in this order; empty is the base model alone,
+    ``None`` the server's default.
     """
 
     prompt: Prompt
@@ -106,6 +108,7 @@ class GenerationRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    adapters: tuple[str, ...] | None = None
 
 
 class FinishReason(Enum):

@@ -29,6 +29,8 @@ class Settings:
         step_timeout: seconds without a step's result before the device counts as hung.
         prefill_timeout: the same for prefill and warm-up.
         read_timeout: seconds that a client may read nothing while text waits for it.
+        adapters: LoRA folders to mount at start, under their own names. Requests that name no
+            adapter get all of these, in this order.
     """
 
     model: Path
@@ -44,3 +46,4 @@ class Settings:
     step_timeout: float = 60.0
     prefill_timeout: float = 600.0
     read_timeout: float = 120.0
+    adapters: tuple[Path, ...] = ()
