@@ -40,6 +40,9 @@ class ModelInfo:
         launches_ahead: launching a step with prefill returns before it is computed. Where it does
             not (a CPU), a second one must not be queued: it could not be taken back.
         kv_bytes_per_token: bytes of state that one more token costs in one row.
+        weights_bytes: of the weights as they were loaded.
+        prefill_bytes_per_token: what prefill takes beside weights and state for each token of a
+            step, roughly.
         namespace: digest of all that must be equal for two states to be interchangeable.
         device: short name of the device and MLX build, for people.
     """
@@ -54,6 +57,8 @@ class ModelInfo:
     ragged_prefill: bool = True
     launches_ahead: bool = True
     kv_bytes_per_token: int = 0
+    weights_bytes: int = 0
+    prefill_bytes_per_token: int = 0
     namespace: str = ""
     device: str = ""
 

@@ -23,6 +23,10 @@ class Settings:
         queue: most requests that wait; beyond it a request is refused.
         dtype: what the weights are expanded to at load.
         prompt_cache_bytes: budget of kept states in memory; 0 turns the prefix cache off.
+        kv_budget_bytes: most bytes that the states of running requests may take together; None =
+            no limit, and then estimates only advise.
+        memory_budget_bytes: the same for all that the model takes: weights, prefill, kept and
+            running states, by estimate.
         max_tokens: cap on every request's output; None = none.
         temperature, top_p, top_k: defaults for requests that leave them out; None = the model's
             generation_config.json, then 0.7 / off / off.
@@ -39,6 +43,8 @@ class Settings:
     queue: int = 64
     dtype: Dtype = "auto"
     prompt_cache_bytes: int = 8 << 30
+    kv_budget_bytes: int | None = None
+    memory_budget_bytes: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -15,20 +15,19 @@ import numpy as np
 
 from ..adapter_table import base_only
 from ..device import (
-    FromSnapshot,
     ModelInfo,
     RowFailed,
     RowId,
+    Sampled,
     SnapshotId,
     SnapshotMade,
-    SnapshotSkipped,
     StepDone,
     StepId,
     StepPlan,
 )
-from ..errors import RequestError
 from ..prefix.entries import Hit
 from ..requests import FinishReason
+from .admission import Admission
 from .chunks import ChunkSizer
 from .effects import (
     Discard,
@@ -36,15 +35,16 @@ from .effects import (
     QueueFull,
     ReturnLease,
     RowBroken,
-    RowEnded,
     RowSpec,
     SchedulerStats,
     Started,
-    TokenMade,
 )
+from .endings import end, take_token
 from .keeps import Keeps
 from .planning import Planned, Planner
-from .rows import Phase, Row
+from .reserve import Reserve, youngest_waiting
+from .rows import Phase, Row, lease_back
+from .tally import Tally
 
 PIPELINE = 2
 """Steps under way at most: one running and one queued."""
@@ -61,6 +61,7 @@ class SchedulerCore:
         new_step: likewise for steps.
         resolve: the revisions that adapter ids (None: the server's default) stand for now, in
             order. It raises a RequestError for an id that is not mounted.
+        kv_limit: most bytes of state that rows of a model may reserve; None = no limit.
     """
 
     def __init__(
@@ -72,59 +73,51 @@ class SchedulerCore:
         new_snapshot: Callable[[], SnapshotId],
         new_step: Callable[[], StepId],
         resolve: Callable[[tuple[str, ...] | None], tuple[str, ...]] = base_only,
+        kv_limit: Callable[[ModelInfo], int | None] = lambda _: None,
     ) -> None:
-        self.batch = batch
-        self.queue = queue
         self.model: ModelInfo | None = None
-        self._cache = cache
         self._new_step = new_step
-        self._resolve = resolve
+        self._kv_limit = kv_limit
         self._rows: dict[RowId, Row] = {}
-        self._waiting: deque[Row] = deque()
+        self._reserve = Reserve()
+        self._admission = Admission(
+            batch=batch, queue=queue, reserve=self._reserve, resolve=resolve
+        )
         self._steps: deque[Planned] = deque()
-        self._keeps = Keeps()
+        self._keeps = Keeps(cache=cache)
         self._numbers = 0
         self.sizer = ChunkSizer()
-        self._planner = Planner(self.sizer, new_snapshot=new_snapshot, cache=cache)
-        self._counts = dict.fromkeys(
-            ("submitted", "finished", "cancelled", "failed", "refused", "steps"), 0
+        self._planner = Planner(
+            self.sizer, reserve=self._reserve, new_snapshot=new_snapshot, cache=cache
         )
-        self._generated = 0
+        self._tally = Tally()
 
     # ---- what comes in -------------------------------------------------------------------
 
     def ready(self, model: ModelInfo) -> tuple[Effect, ...]:
         """The device holds a model and is idle."""
         self.model = model
+        self._reserve.limit(self._kv_limit(model), model)
         return tuple(self._admit())
 
     def submit(self, spec: RowSpec) -> tuple[Effect, ...] | QueueFull:
         """A request wants a row. Full queue: nothing is kept and :class:`QueueFull` says so."""
-        busy = self.model is None or len(self._live()) >= self.batch
-        if busy and len(self._waiting) >= self.queue:
-            self._counts["refused"] += 1
-            return QueueFull(len(self._waiting), self.retry_after())
-        self._numbers += 1
-        self._counts["submitted"] += 1
         row = Row(spec, self._numbers, np.asarray(spec.prompt, dtype=np.int64))
+        if not self._admission.has_room(row, None if self.model is None else self._live()):
+            self._tally.refused += 1
+            return QueueFull(len(self._admission), self.retry_after())
+        self._numbers += 1
+        self._tally.submitted += 1
         self._rows[spec.row] = row
-        self._waiting.append(row)
+        self._admission.append(row)
         return tuple(self._admit())
 
     def found(self, row_id: RowId, hit: Hit | None) -> tuple[Effect, ...]:
         """The prefix cache answered (``None``: a miss, or it did not answer in time)."""
         row = self._rows.get(row_id)
-        if row is None or row.phase is not Phase.LOOKING:
+        if row is None:
             return () if hit is None else (ReturnLease(hit.lease),)
-        assert self.model is not None
-        again = self._keeps.ask_again(row, 0 if hit is None else hit.length, self.model)
-        if again is not None:
-            return (*again, *(() if hit is None else (ReturnLease(hit.lease),)))
-        row.move(Phase.READY)
-        if hit is not None:
-            row.hit = FromSnapshot(hit.snapshot, hit.length)
-            row.lease = hit.lease
-        return ()
+        return self._keeps.answered(row, hit, self.model)
 
     def cancel(self, row_id: RowId, *, served: bool = False) -> tuple[Effect, ...]:
         """Nobody wants this row any more. What it computed is kept for the next try.
@@ -134,21 +127,20 @@ class SchedulerCore:
         row = self._rows.get(row_id)
         if row is None or row.phase is Phase.ENDING:
             return ()
-        self._counts["finished" if served else "cancelled"] += 1
+        self._tally.finished += served
+        self._tally.cancelled += not served
         row.cancelled = True
         match row.phase:
             case Phase.WAITING:
-                self._waiting.remove(row)
+                self._admission.remove(row)
                 del self._rows[row_id]
-                return ()
             case Phase.LOOKING | Phase.READY:
                 del self._rows[row_id]
-                return (*_lease_back(row), *self._admit())
             case Phase.PREFILL | Phase.DECODE:
                 row.move(Phase.ENDING)
-                return ()
             case _:
                 assert_never(row.phase)
+        return (*lease_back(row), *self._admit())
 
     def settled(self, done: StepDone) -> tuple[Effect, ...]:
         """A step's results. Those of a step that this core did not launch are ignored."""
@@ -156,7 +148,7 @@ class SchedulerCore:
             made = (kept for kept in done.kept if isinstance(kept, SnapshotMade))
             return tuple(Discard(kept.snapshot) for kept in made)
         planned = self._steps.popleft()
-        self._counts["steps"] += 1
+        self._tally.steps += 1
         self.sizer.saw(
             prefilled=planned.prefilled, decoded=len(planned.plan.decode), seconds=done.seconds
         )
@@ -164,21 +156,22 @@ class SchedulerCore:
         for failed in done.failed:
             effects += self._row_failed(failed)
         for sampled in done.sampled:
-            effects += self._sampled(sampled.row, sampled.token)
+            effects += self._sampled(sampled)
         for kept in done.kept:
-            effects += self._kept(kept)
+            effects += self._keeps.settle(kept)
         return (*effects, *self._admit())
 
     def device_lost(self, reason: str) -> tuple[Effect, ...]:
         """Every state on the device is gone: fail the rows that had one, keep those that wait."""
         self.model = None
-        effects: list[Effect] = []
+        live = self._live()
+        effects: list[Effect] = [effect for row in live for effect in lease_back(row)]
+        self._admission.put_back(row for row in live if row.phase in (Phase.LOOKING, Phase.READY))
         for row in self._live():
-            if row.phase is not Phase.ENDING:
-                self._counts["failed"] += 1
-                effects.append(RowBroken(row.id, reason))
-            effects += _lease_back(row)
             del self._rows[row.id]
+            if row.phase is not Phase.ENDING:
+                self._tally.failed += 1
+                effects.append(RowBroken(row.id, reason))
         for planned in self._steps:
             effects += [ReturnLease(lease) for lease in planned.leases]
         self._steps.clear()
@@ -188,8 +181,8 @@ class SchedulerCore:
     def cache_lost(self) -> None:
         """What the prefix cache lent is about to be released: rows not yet started forget it."""
         for row in self._rows.values():
-            row.hit = None
-            row.lease = None
+            row.hit = row.lease = None
+            row.asking = 0
             if row.phase is Phase.LOOKING:
                 row.move(Phase.READY)
 
@@ -221,6 +214,9 @@ class SchedulerCore:
         if self._steps and not self.model.launches_ahead and self._prefills():
             return None
         planned = self._planner.plan(self._live(), self.model, self._new_step)
+        shortened = self._make_room() if planned is None else ()
+        if shortened:
+            planned = self._planner.plan(self._live(), self.model, self._new_step)
         if planned is None:
             return None
         self._steps.append(planned)
@@ -228,39 +224,17 @@ class SchedulerCore:
             self._keeps.begin(keep)
         for row_id in planned.plan.end:
             row = self._rows.pop(row_id)
-            if not row.cancelled:
-                self._counts["finished"] += 1
+            self._tally.finished += not row.cancelled
         started = [Started(row.id, row.cached, self._lane()) for row in planned.started]
-        return planned.plan, (*started, *self._admit())
+        return planned.plan, (*shortened, *started, *self._admit())
 
     def retry_after(self) -> float:
         """Seconds until a refused request may find room, at least 1."""
-        # A typical row of 128 tokens leaves every 1/batch of its time; the caller is last.
-        per_row = max(self.sizer.decode_seconds, 0.01) * 128
-        return max(1.0, per_row * (len(self._waiting) + 1) / self.batch)
+        return self._admission.retry_after(self.sizer.decode_seconds)
 
     def stats(self) -> SchedulerStats:
         """Counts for ``/stats``."""
-        phases = [row.phase for row in self._rows.values()]
-        return SchedulerStats(
-            waiting_rows=phases.count(Phase.WAITING)
-            + phases.count(Phase.LOOKING)
-            + phases.count(Phase.READY),
-            prefill_rows=phases.count(Phase.PREFILL),
-            decode_rows=phases.count(Phase.DECODE),
-            ending_rows=phases.count(Phase.ENDING),
-            submitted=self._counts["submitted"],
-            finished=self._counts["finished"],
-            cancelled=self._counts["cancelled"],
-            failed=self._counts["failed"],
-            refused=self._counts["refused"],
-            generated_tokens=self._generated,
-            prefilled_tokens=self._planner.prefilled_tokens,
-            shared_tokens=self._planner.shared_tokens,
-            steps=self._counts["steps"],
-            prefill_chunk=self.sizer.chunk,
-            decode_step_seconds=self.sizer.decode_seconds,
-        )
+        return self._tally.stats(self._rows.values(), self._planner, self.sizer, self._reserve)
 
     # ---- inside --------------------------------------------------------------------------
 
@@ -271,107 +245,69 @@ class SchedulerCore:
         return any(row.phase in (Phase.READY, Phase.PREFILL) for row in self._rows.values())
 
     def _lane(self) -> str:
-        batched = self.model is not None and self.model.batchable and self.batch > 1
+        batched = self.model is not None and self.model.batchable and self._admission.batch > 1
         return "batched" if batched else "serial"
 
     def _admit(self) -> Iterator[Effect]:
         if self.model is None:
             return
-        live = len(self._live())
-        while self._waiting and live < self.batch:
-            row = self._waiting.popleft()
-            refused = self._select(row)
-            if refused is not None:
+        while (row := self._admission.next(self._live())) is not None:
+            if (refused := self._select(row)) is not None:
                 yield refused
                 continue
-            live += 1
             row.move(Phase.LOOKING)
-            yield from self._look_up(row)
-
-    def _look_up(self, row: Row) -> Iterator[Effect]:
-        if self._cache and len(row.spec.prompt) > 1:
-            yield self._keeps.ask(row)
-        else:
-            row.move(Phase.READY)
+            yield from self._keeps.look_up(row)
 
     def _select(self, row: Row) -> RowBroken | None:
-        try:
-            row.adapters = self._resolve(row.spec.adapters)
-        except RequestError as error:
+        refused = self._admission.select(row)
+        if refused is not None:
             del self._rows[row.id]
-            self._counts["failed"] += 1
-            return RowBroken(row.id, error.message, error.param)
-        return None
+            self._tally.failed += 1
+        return refused
 
     def _reselect(self, row: Row) -> Iterator[Effect]:
         before = row.adapters
         refused = self._select(row)
         if refused is None and row.adapters == before:
             return
-        yield from _lease_back(row)
-        row.hit = None
+        yield from lease_back(row)
         if refused is not None:
             yield refused
             return
         row.move(Phase.LOOKING)
-        yield from self._look_up(row)
+        yield from self._keeps.look_up(row)
 
-    def _sampled(self, row_id: RowId, token: int) -> Iterator[Effect]:
-        row = self._rows.get(row_id)
+    def _sampled(self, sampled: Sampled) -> tuple[Effect, ...]:
+        row = self._rows.get(sampled.row)
+        if row is None or self.model is None:
+            return ()
+        events = take_token(row, sampled, self.model.eos_ids)
+        self._tally.generated += bool(events)
+        return events
+
+    def _make_room(self) -> tuple[Effect, ...]:
+        """Where every row waits for another one's bytes: the youngest is complete as it is."""
+        row = None if self._steps else youngest_waiting(self._live())
         if row is None:
-            return
-        row.in_flight -= 1
-        if row.phase is Phase.ENDING:
-            # Nobody hears it, but it is in the state that is about to be kept: a state that is
-            # further than one token ahead of its known ids could not always be cut back.
-            if row.cancelled and not self._is_end(row, row.generated[-1:]):
-                row.generated.append(token)
-            return
-        row.generated.append(token)
-        self._generated += 1
-        yield TokenMade(row_id, token)
-        if self._is_end(row, [token]):
-            row.move(Phase.ENDING)
-            yield RowEnded(row_id, FinishReason.STOP)
-        elif len(row.generated) >= row.spec.limit:
-            row.move(Phase.ENDING)
-            yield RowEnded(row_id, FinishReason.LENGTH)
-
-    def _is_end(self, row: Row, tokens: list[int]) -> bool:
-        assert self.model is not None
-        return any(t in self.model.eos_ids or t in row.spec.stop_ids for t in tokens)
+            return ()
+        self._tally.shortened += 1
+        return (end(row, FinishReason.LENGTH),)
 
     def _row_failed(self, failed: RowFailed) -> Iterator[Effect]:
         row = self._rows.pop(failed.row, None)
         if row is None:
             return
-        yield from _lease_back(row)
+        yield from lease_back(row)
         if row.phase is not Phase.ENDING:
-            self._counts["failed"] += 1
+            self._tally.failed += 1
             yield RowBroken(failed.row, failed.reason)
-
-    def _kept(self, kept: SnapshotMade | SnapshotSkipped) -> Iterator[Effect]:
-        placed, waiting = self._keeps.settle(kept)
-        yield from placed
-        for row in waiting:
-            # After the state was offered, so that the cache answers with it.
-            if self._rows.get(row.id) is row and row.phase is Phase.LOOKING:
-                yield self._keeps.ask(row)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state contradicts itself; tests call it after each step."""
         assert len(self._steps) <= PIPELINE, "more steps under way than the pipeline holds"
-        assert len(self._live()) <= self.batch, "more live rows than the batch allows"
-        assert all(r.phase is Phase.WAITING for r in self._waiting), "a queued row does not wait"
-        waiting = {r.id for r in self._rows.values() if r.phase is Phase.WAITING}
-        assert waiting == {r.id for r in self._waiting}, "the queue lost a row"
+        assert len(self._live()) <= self._admission.batch, "more live rows than the batch allows"
+        self._admission.check_integrity(self._rows.values())
+        self._reserve.check_integrity(self._rows.values())
         for row in self._rows.values():
-            assert 0 <= row.in_flight <= PIPELINE, "a row is in more steps than there are"
-            assert len(row.generated) <= row.spec.limit, "a row passed its limit"
-            assert row.launched_tokens <= row.spec.limit, "a row was planned past its limit"
-            assert row.phase is Phase.ENDING or not row.cancelled, "a cancelled row goes on"
-
-
-def _lease_back(row: Row) -> tuple[ReturnLease, ...]:
-    lease, row.lease = row.lease, None
-    return () if lease is None else (ReturnLease(lease),)
+            assert row.in_flight <= PIPELINE, "a row is in more steps than there are"
+            row.check_integrity()

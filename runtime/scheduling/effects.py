@@ -121,7 +121,11 @@ class QueueFull:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Live figures of the scheduler; counts of rows and tokens since its start."""
+    """Live figures of the scheduler; counts of rows and tokens since its start.
+
+    ``rows_without_room`` run and wait for bytes of state (``reserve.py``); ``shortened`` rows ended
+    with ``length`` since all waited.
+    """
 
     waiting_rows: int
     prefill_rows: int
@@ -138,3 +142,6 @@ class SchedulerStats:
     steps: int
     prefill_chunk: int
     decode_step_seconds: float
+    reserved_bytes: int = 0
+    rows_without_room: int = 0
+    shortened: int = 0

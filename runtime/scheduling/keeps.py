@@ -13,10 +13,11 @@ from typing import assert_never
 
 import numpy as np
 
-from ..device import ModelInfo, SnapshotId, SnapshotMade, SnapshotSkipped
-from .effects import Discard, LookUp, Store
+from ..device import FromSnapshot, ModelInfo, SnapshotId, SnapshotMade, SnapshotSkipped
+from ..prefix.entries import Hit
+from .effects import Discard, LookUp, ReturnLease, Store
 from .planning import PendingKeep
-from .rows import MIN_SHARED, Row, shared_length
+from .rows import MIN_SHARED, Phase, Row, shared_length
 
 RECENT = 64
 """States offered to the cache that are remembered for lookups already on their way."""
@@ -25,7 +26,8 @@ RECENT = 64
 class Keeps:
     """Copies under way, copies lately offered, and who waits for which."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, cache: bool) -> None:
+        self._cache = cache
         self._copying: dict[SnapshotId, PendingKeep] = {}
         self._waiting: dict[SnapshotId, list[Row]] = {}
         self._offered: deque[PendingKeep] = deque(maxlen=RECENT)
@@ -40,17 +42,46 @@ class Keeps:
         self._copying.clear()
         self._waiting.clear()
 
-    def settle(
-        self, kept: SnapshotMade | SnapshotSkipped
-    ) -> tuple[list[Store | Discard], list[Row]]:
-        """A copy is made or not: what becomes of it, and the rows that waited for it."""
-        pending = self._copying.pop(kept.snapshot, None)
-        return list(self._place(kept, pending)), self._waiting.pop(kept.snapshot, [])
+    def settle(self, kept: SnapshotMade | SnapshotSkipped) -> tuple[Store | Discard | LookUp, ...]:
+        """A copy is made or not: what becomes of it, and of the rows that waited for it."""
+        placed = tuple(self._place(kept, self._copying.pop(kept.snapshot, None)))
+        waiting = self._waiting.pop(kept.snapshot, [])
+        # After the state was offered, so that the cache answers with it.
+        asking = [r for r in waiting if r.phase is Phase.LOOKING and not r.cancelled]
+        return (*placed, *map(self.ask, asking))
 
     def ask(self, row: Row) -> LookUp:
         """The row's question to the cache, marked with what the cache knows by now."""
         row.asked_at = self._num_offered
+        row.asking += 1
         return LookUp(row.id, row.spec.prompt, row.adapters)
+
+    def look_up(self, row: Row) -> tuple[LookUp, ...]:
+        """The first question for a row that left the queue; without a cache it is ready at once."""
+        if self._cache and len(row.spec.prompt) > 1:
+            return (self.ask(row),)
+        row.move(Phase.READY)
+        return ()
+
+    def answered(
+        self, row: Row, hit: Hit | None, model: ModelInfo | None
+    ) -> tuple[LookUp | ReturnLease, ...]:
+        """The cache's answer (None: a miss, or it came too late); the row is ready, or asks again.
+
+        An answer to a question before the last one is not for it: its states may be gone.
+        """
+        back = () if hit is None else (ReturnLease(hit.lease),)
+        row.asking = max(0, row.asking - 1)
+        if row.asking or row.phase is not Phase.LOOKING or model is None:
+            return back
+        again = self.ask_again(row, 0 if hit is None else hit.length, model)
+        if again is not None:
+            return (*again, *back)
+        row.move(Phase.READY)
+        if hit is not None:
+            row.hit = FromSnapshot(hit.snapshot, hit.length)
+            row.lease = hit.lease
+        return ()
 
     def ask_again(self, row: Row, length: int, model: ModelInfo) -> tuple[LookUp, ...] | None:
         """Whether a state unknown to the cache when it was asked serves ``row`` better.

@@ -22,6 +22,7 @@ from ..device import (
 )
 from ..prefix.entries import Kind, LeaseId
 from .chunks import ChunkSizer
+from .reserve import Reserve
 from .rows import Choice, Phase, Row, choose_source
 from .turns import share, short_ones
 
@@ -58,9 +59,15 @@ class Planner:
     """Turns the live rows into the next step and marks on them what was launched."""
 
     def __init__(
-        self, sizer: ChunkSizer, *, new_snapshot: Callable[[], SnapshotId], cache: bool
+        self,
+        sizer: ChunkSizer,
+        *,
+        reserve: Reserve,
+        new_snapshot: Callable[[], SnapshotId],
+        cache: bool,
     ) -> None:
         self._sizer = sizer
+        self._reserve = reserve
         self._new_snapshot = new_snapshot
         self._cache = cache
         self.prefilled_tokens = 0
@@ -184,6 +191,8 @@ class Planner:
                 continue
             if row.keep_prompt:
                 # The prompt's state is copied at the head of the next step, before it changes.
+                continue
+            if not self._reserve.grants(row, rows):
                 continue
             row.in_flight += 1
             row.processed += 1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..device import Cold, FromRow, FromSnapshot, RowId, Source
 from ..prefix.entries import LeaseId
-from .effects import RowSpec
+from .effects import ReturnLease, RowSpec
 
 MIN_SHARED = 16
 """Fewer shared tokens than this are not worth waiting for or copying."""
@@ -34,6 +34,8 @@ LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
     {
         (Phase.WAITING, Phase.LOOKING),
         (Phase.LOOKING, Phase.READY),
+        (Phase.LOOKING, Phase.WAITING),
+        (Phase.READY, Phase.WAITING),
         (Phase.READY, Phase.LOOKING),
         (Phase.READY, Phase.PREFILL),
         (Phase.READY, Phase.DECODE),
@@ -55,6 +57,9 @@ class Row:
         generated: tokens known so far; the last one is not in the state unless a step ran ahead.
         hit: what the prefix cache lent, until the row has started.
         asked_at: how many states the cache had been offered when it was asked for this row.
+        asking: questions to the cache that it has not answered yet.
+        room: tokens of state that were reserved for it.
+        waits: its next token does not fit into what rows may reserve together.
         adapters: revisions that the row runs with, in order; settled when it starts.
     """
 
@@ -71,6 +76,9 @@ class Row:
     lease: LeaseId | None = None
     keep_prompt: bool = False
     asked_at: int = 0
+    asking: int = 0
+    room: int = 0
+    waits: bool = False
     cancelled: bool = False
     adapters: tuple[str, ...] = ()
 
@@ -100,6 +108,13 @@ class Row:
         ids = self.spec.prompt + tuple(self.generated)
         return ids[: min(self.processed, len(ids) - 1)]
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the row's state contradicts itself."""
+        assert self.in_flight >= 0, "a row heard more tokens than were asked for"
+        assert len(self.generated) <= self.spec.limit, "a row passed its limit"
+        assert self.launched_tokens <= self.spec.limit, "a row was planned past its limit"
+        assert self.phase is Phase.ENDING or not self.cancelled, "a cancelled row goes on"
+
     def move(self, to: Phase) -> None:
         """Change phase; raises ValueError on a transition that :data:`LEGAL` does not list."""
         if (self.phase, to) not in LEGAL:
@@ -112,6 +127,12 @@ def shared_length(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
+
+
+def lease_back(row: Row) -> tuple[ReturnLease, ...]:
+    """The row will not start from what the cache lent it."""
+    lease, row.lease, row.hit = row.lease, None, None
+    return () if lease is None else (ReturnLease(lease),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,42 @@
+"""How a row takes its tokens, and how it ends.
+
+Part of the scheduler's core: functions on one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..device import Sampled
+from ..requests import FinishReason
+from .effects import RowEnded, RowEvent, TokenMade
+from .rows import Phase, Row
+
+
+def take_token(row: Row, sampled: Sampled, eos_ids: frozenset[int]) -> tuple[RowEvent, ...]:
+    """Give the row a token that was sampled for it; what its client hears. Nothing: nobody does."""
+    row.in_flight -= 1
+    token = sampled.token
+    if row.phase is Phase.ENDING:
+        # Nobody hears it, but it is in the state that is about to be kept: a state that is
+        # further than one token ahead of its known ids could not always be cut back.
+        if row.cancelled and not _is_end(row, row.generated[-1:], eos_ids):
+            row.generated.append(token)
+        return ()
+    row.generated.append(token)
+    made = TokenMade(row.id, token)
+    if _is_end(row, [token], eos_ids):
+        return made, end(row, FinishReason.STOP)
+    if len(row.generated) >= row.spec.limit:
+        return made, end(row, FinishReason.LENGTH)
+    return (made,)
+
+
+def end(row: Row, reason: FinishReason) -> RowEnded:
+    """The row is complete."""
+    row.move(Phase.ENDING)
+    return RowEnded(row.id, reason)
+
+
+def _is_end(row: Row, tokens: Iterable[int], eos_ids: frozenset[int]) -> bool:
+    return any(token in eos_ids or token in row.spec.stop_ids for token in tokens)
