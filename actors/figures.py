@@ -54,13 +54,16 @@ def figures(
 
 def _batch(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> dict[str, object]:
     model = view.model
+    reason = model.lone_reason if model else ""
+    if settings.batch == 1:
+        reason = reason or "the server was told to run one row at a time"
     return {
         "configured": settings.batch,
         "active_rows": scheduler.prefill_rows + scheduler.decode_rows + scheduler.ending_rows,
         "pending_rows": scheduler.waiting_rows,
         "queue": settings.queue,
         "batched": bool(model and model.batchable and settings.batch > 1),
-        "lone_reason": model.lone_reason if model else "",
+        "lone_reason": reason,
         "kv_bytes": view.stats.kv_bytes,
     }
 

@@ -94,7 +94,7 @@ class Supervisor:
             except Exception as error:
                 self.states[child.name] = "restarting"
                 self.crashes[child.name] += 1
-                log.exception("%s crashed", child.name)
+                _report(child.name, error)
                 answered = _abandon(actor, f"{child.name} failed: {describe(error)}")
                 now = trio.current_time()
                 crashed.append(now)
@@ -108,6 +108,14 @@ class Supervisor:
                 self.states[child.name] = "stopped"
                 _abandon(actor, "the server is stopping")
                 raise
+
+
+def _report(name: str, error: Exception) -> None:
+    if _fatal(error):
+        # Foreseen, in words of its own, and told to the operator at the end.
+        log.info("%s cannot go on: %s", name, describe(error))
+    else:
+        log.exception("%s crashed", name, exc_info=error)
 
 
 def _abandon(actor: Actor, reason: str) -> bool:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
+from mlx_lm.utils import _get_classes, dequantize_model, get_total_parameters, load_model
 
 from ..errors import ModelError
 from ..settings import Dtype
@@ -66,6 +66,7 @@ class StateKind:
 def load_checkpoint(path: Path, dtype: Dtype) -> Checkpoint:
     """Load a directory. Raises ModelError for whatever keeps it from being run."""
     config = read_config(path)
+    check_family(path, config)
     check_weight_files(path)
     try:
         model, _ = load_model(path, lazy=True, trust_remote_code=False)
@@ -99,6 +100,20 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} asks to run its own code ({config['model_file']!r}), which is never done"
         )
     return config
+
+
+def check_family(path: Path, config: dict[str, Any]) -> None:
+    """Raises ModelError for a model_type that mlx-lm does not have, or cannot import here."""
+    family = config["model_type"]
+    try:
+        _get_classes(config)
+    except (Exception, SystemExit) as error:
+        # mlx-lm's olmo.py ends the process where a package of its own is not installed.
+        why = "needs a package that is not installed" if type(error) is SystemExit else str(error)
+        raise ModelError(
+            f"{path}: mlx-lm {version('mlx-lm')} cannot run model_type {family!r}: {why}",
+            code="model_type_unsupported",
+        ) from error
 
 
 def check_weight_files(path: Path) -> None:

@@ -52,7 +52,11 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 def _load(model_dir: Path) -> Any:
     options = {"trust_remote_code": False, "local_files_only": True}
     read: Any = load_wrapper
-    return read(model_dir, options, eos_token_ids=_end_ids(model_dir))
+    try:
+        return read(model_dir, options, eos_token_ids=_end_ids(model_dir))
+    except SystemExit as error:
+        # mlx-lm asks the family's own file for defaults, and one of them (olmo.py) ends the process.
+        raise ModelError(f"mlx-lm cannot run the model in {model_dir} on this machine") from error
 
 
 def _end_ids(model_dir: Path) -> list[int] | None:
