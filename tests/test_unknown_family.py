@@ -68,15 +68,7 @@ def test_serve_refuses_an_unknown_family_in_one_line(tmp_path: Path) -> None:
     """The command ends with status 1 and names the type; there is no traceback to wade through."""
     path = checkpoint(tmp_path / "ship", "warp_drive")
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from mlx_troupe.http.cli.main import main; main()",
-            "serve",
-            path,
-            "--port",
-            "0",
-        ],
+        [sys.executable, "-c", SERVE, "serve", path, "--port", "0"],
         capture_output=True,
         text=True,
         timeout=120,

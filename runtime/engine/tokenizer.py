@@ -55,7 +55,7 @@ def _load(model_dir: Path) -> Any:
     try:
         return read(model_dir, options, eos_token_ids=_end_ids(model_dir))
     except SystemExit as error:
-        # mlx-lm asks the family's own file for defaults, and one of them (olmo.py) ends the process.
+        # mlx-lm asks the family's file for defaults, and one of them (olmo.py) ends the process.
         raise ModelError(f"mlx-lm cannot run the model in {model_dir} on this machine") from error
 
 
