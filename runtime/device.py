@@ -13,8 +13,11 @@ they never visit the host in between.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NewType, Protocol, TypeAlias
 
+from .adapter_fit import AdapterTarget
+from .adapters import AdapterInfo
 from .requests import Sampling
 
 RowId = NewType("RowId", int)
@@ -243,6 +246,27 @@ class Device(Protocol):
         """Forget every row and every step under way (a new scheduler begins)."""
         ...
 
+    def mount(self, adapter_id: str, path: Path) -> AdapterInfo:
+        """Make the adapter in a folder available to rows that start from now on.
+
+        Rows and steps under way are not disturbed. A revision that is mounted already stays as it
+        is, under however many ids; one :meth:`unmount` removes it. Raises AdapterError, and then
+        nothing has changed.
+        """
+        ...
+
+    def unmount(self, revision: str) -> int:
+        """Take a revision from rows that start from now on; how many modules it changed.
+
+        Rows that use it keep it until they end; its memory is freed with the last of them. 0 for a
+        revision that is not mounted.
+        """
+        ...
+
+    def adapter_targets(self) -> tuple[AdapterTarget, ...]:
+        """The modules that adapters may change, for :func:`.adapter_fit.fit`; none before open."""
+        ...
+
     def stats(self) -> DeviceStats:
         """Live figures; cheap."""
         ...
@@ -252,5 +276,5 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget everything; the device may be opened again."""
+        """Forget everything, adapters too; the device may be opened again."""
         ...

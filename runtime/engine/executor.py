@@ -23,6 +23,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..adapter_fit import AdapterTarget
+from ..adapters import AdapterInfo
 from ..device import (
     Cold,
     DeviceStats,
@@ -42,6 +44,7 @@ from ..device import (
 from ..errors import ModelError, Unavailable
 from ..requests import Sampling
 from ..settings import Dtype
+from .adapters import Adapters
 from .batch import why_not_batchable
 from .forward import Drawn, Fault, Forward
 from .lazy import ids_of
@@ -107,6 +110,7 @@ class MLXDevice:
         self._steps: deque[_Step] = deque(maxlen=MAX_UNDER_WAY)
         self._states: States | None = None
         self._model: Any = None
+        self._adapters: Adapters | None = None
         self._forward: Forward | None = None
         self._make_forward: partial[Forward] | None = None
         self._vocab_size = 0
@@ -197,6 +201,20 @@ class MLXDevice:
         self._steps.clear()
         if self._make_forward is not None:
             self._forward = self._make_forward()
+        if self._adapters is not None:
+            self._adapters.forget()
+
+    def mount(self, adapter_id: str, path: Path) -> AdapterInfo:
+        """Load an adapter. Raises AdapterError, and then nothing has changed."""
+        return self._opened_adapters().mount(adapter_id, path)
+
+    def unmount(self, revision: str) -> int:
+        """Take an adapter from rows that start from now on."""
+        return self._opened_adapters().unmount(revision)
+
+    def adapter_targets(self) -> tuple[AdapterTarget, ...]:
+        """The modules that adapters may change."""
+        return () if self._adapters is None else self._adapters.targets
 
     def stats(self) -> DeviceStats:
         """Live figures; cheap."""
@@ -206,13 +224,15 @@ class MLXDevice:
 
     def idle(self) -> None:
         """Give unused memory back to the system."""
+        if self._adapters is not None:
+            self._adapters.rest()
         give_back()
 
     def close(self) -> None:
         """Forget everything."""
         self._rows.clear()
         self._steps.clear()
-        self._forward = self._make_forward = self._states = self._model = None
+        self._forward = self._make_forward = self._states = self._adapters = self._model = None
         self._limits.restore()
         give_back()
 
@@ -220,6 +240,11 @@ class MLXDevice:
         if self._forward is None or self._states is None:
             raise Unavailable("the device is not open")
         return self._forward, self._states
+
+    def _opened_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise Unavailable("the device is not open")
+        return self._adapters
 
     def _describe(
         self,
@@ -249,11 +274,13 @@ class MLXDevice:
         caches = make_prompt_cache(self._model)
         # Never evaluated: the shapes alone are wanted.
         self._vocab_size = self._model(mx.array([[0]]), cache=caches).shape[-1]
-        self._states = States(self._model, self._vocab_size)
+        self._adapters = Adapters(self._model, together=together)
+        self._states = States(self._model, self._vocab_size, self._adapters)
         self._make_forward = partial(
             Forward,
             self._model,
             Sampler(self._vocab_size, eos | self._xtc_exempt),
+            self._adapters,
             together=together,
             ragged=together and kind.plain,
         )

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from ..device import RowId
+from .adapters import Adapters
 from .batch import RowBatch
 from .lazy import fence, start
 from .rows import Row, next_inputs
@@ -47,8 +48,17 @@ class Forward:
     ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill.
     """
 
-    def __init__(self, model: Module, sampler: Sampler, *, together: bool, ragged: bool) -> None:
+    def __init__(
+        self,
+        model: Module,
+        sampler: Sampler,
+        adapters: Adapters,
+        *,
+        together: bool,
+        ragged: bool,
+    ) -> None:
         self._model: Any = model
+        self._adapters = adapters
         self._sampler = sampler
         self._together = together
         self._ragged = ragged
@@ -73,6 +83,9 @@ class Forward:
             home.leave(row.id, poisoned=row.failed or home is not self._batch)
         self._batched.pop(row.id, None)
         row.caches = None
+        if row.adapters:
+            row.adapters = ()
+            self._adapters.forget()
 
     def copy(self, row: Row, length: int) -> list[Any]:
         """A compact copy (lazy) of a row's first ``length`` tokens. Raises CannotCut."""
@@ -150,7 +163,7 @@ class Forward:
     def _prefill_alone(self, row: Row, count: int) -> mx.array:
         self._park(row)
         tokens = mx.array(row.next_prompt_tokens(count))
-        self._model(tokens[None], cache=_lone_caches(row))
+        self._run([row], tokens[None], _lone_caches(row))
         return _launch_state([(row, count)], arrays_of(_lone_caches(row)))
 
     def _prefill_together(
@@ -168,7 +181,7 @@ class Forward:
         padded = [
             row.next_prompt_tokens(count) + (0,) * (longest - count) for row, count in ordered
         ]
-        self._model(mx.array(padded), cache=caches)
+        self._run([row for row, _ in ordered], mx.array(padded), caches)
         nursery.commit([count for _, count in ordered])
         return [_launch_state(ordered, nursery.arrays)], faults
 
@@ -229,7 +242,7 @@ class Forward:
         caches = self._batch.begin(1)
         rows = [self._batched[i] for i in self._batch.rows]
         inputs = next_inputs(rows)
-        logits = self._model(inputs[:, None], cache=caches)
+        logits = self._run(rows, inputs[:, None], caches)
         self._batch.commit(1)
         return self._draw(rows, inputs, logits, self._batch.arrays)
 
@@ -237,8 +250,14 @@ class Forward:
         self._park(row)
         inputs = next_inputs([row])
         row.remember()
-        logits = self._model(inputs[None], cache=_lone_caches(row))
+        logits = self._run([row], inputs[None], _lone_caches(row))
         return self._draw([row], inputs, logits, [])
+
+    def _run(self, rows: Sequence[Row], tokens: mx.array, caches: list[Any]) -> mx.array:
+        """One pass of the model over ``tokens`` [rows, columns], with each row's adapters."""
+        with self._adapters.shown([row.adapters for row in rows]):
+            logits: mx.array = self._model(tokens, cache=caches)
+        return logits
 
     def _draw(
         self, rows: list[Row], inputs: mx.array, logits: mx.array, state: list[mx.array]

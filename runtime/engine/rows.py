@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..device import RowId
+from .adapters import Chain
 from .sampling import RowSampler
 from .snapshots import CannotCut, cut, hold, is_cuttable, step_back
 
@@ -27,6 +28,7 @@ class Row:
         ids: the whole prompt.
         caches: mlx-lm's own caches, or None while the row stands in the batch.
         processed: tokens in the state, including what is under way.
+        adapters: what it adds to the model's layers, in order; none once the row is dropped.
         pending: array and place of the token drawn last, None before the first draw.
         failed: the row was evicted; whatever is still under way for it is ignored.
     """
@@ -37,8 +39,14 @@ class Row:
     caches: list[Any] | None
     processed: int = 0
     pending: tuple[mx.array, int] | None = None
+    adapters: Chain = ()
     failed: bool = False
     _before: list[Any] | None = field(default=None, repr=False)
+
+    @property
+    def revisions(self) -> tuple[str, ...]:
+        """Of its adapters, in order."""
+        return tuple(adapter.info.revision for adapter in self.adapters)
 
     @property
     def unprefilled(self) -> int:

@@ -25,6 +25,7 @@ from ..device import (
     SnapshotSkipped,
     StartRow,
 )
+from .adapters import Adapters
 from .forward import Forward
 from .lazy import start as start_computing
 from .rows import Row
@@ -35,10 +36,12 @@ from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
 class States:
     """Makes rows and keeps snapshots for one model."""
 
-    def __init__(self, model: Module, vocab_size: int) -> None:
+    def __init__(self, model: Module, vocab_size: int, adapters: Adapters) -> None:
         self._model = model
+        self._adapters = adapters
         self._vocab_size = vocab_size
         self._snapshots = Snapshots()
+        self._made_with: dict[SnapshotId, tuple[str, ...]] = {}
         self._copies: dict[tuple[RowId, int], list[Any]] = {}
 
     def end_copies(self) -> None:
@@ -56,10 +59,14 @@ class States:
             caches = clone_all(self._copied(row, keep.length, forward))
         except Exception as error:
             return SnapshotSkipped(keep.snapshot, str(error))
+        self._made_with[keep.snapshot] = row.revisions
         return self._snapshots.put(keep.snapshot, caches, keep.length)
 
     def make_row(self, start: StartRow, rows: Mapping[RowId, Row], forward: Forward) -> Row:
-        """A row with its first state. Raises ValueError or CannotCut with the reason in words."""
+        """A row with its first state.
+
+        Raises ValueError, CannotCut or AdapterError with the reason in words.
+        """
         if start.row in rows:
             raise ValueError(f"row {start.row} exists already")
         if not start.ids:
@@ -67,12 +74,17 @@ class States:
         if min(start.ids) < 0 or max(start.ids) >= self._vocab_size:
             raise ValueError(f"a prompt id is outside the vocabulary of {self._vocab_size}")
         sampler = RowSampler(start.sampling, start.ids, self._vocab_size)
+        adapters = self._adapters.chain(start.adapters)
         caches, length = self._source(start, rows, forward)
-        return Row(start.row, start.ids, sampler, caches, processed=length)
+        row = Row(start.row, start.ids, sampler, caches, processed=length)
+        row.adapters = adapters
+        return row
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states; unknown ids are ignored."""
         self._snapshots.release(snapshots)
+        for snapshot in snapshots:
+            self._made_with.pop(snapshot, None)
 
     def stats(self, rows: Mapping[RowId, Row], forward: Forward) -> DeviceStats:
         """Live figures of memory, rows and snapshots."""
@@ -96,11 +108,13 @@ class States:
                 return make_prompt_cache(self._model), 0
             case FromSnapshot(snapshot, length):
                 _check_length(length, start)
+                _check_adapters(self._made_with.get(snapshot, ()), start)
                 return self._snapshots.take(snapshot, length), length
             case FromRow(row, length):
                 _check_length(length, start)
                 if (source := rows.get(row)) is None:
                     raise CannotCut(f"row {row} is gone")
+                _check_adapters(source.revisions, start)
                 return clone_all(self._copied(source, length, forward)), length
 
     def _copied(self, row: Row, length: int, forward: Forward) -> list[Any]:
@@ -116,3 +130,8 @@ class States:
 def _check_length(length: int, start: StartRow) -> None:
     if not 0 < length < len(start.ids):
         raise ValueError(f"a source of {length} tokens for a prompt of {len(start.ids)}")
+
+
+def _check_adapters(made_with: tuple[str, ...], start: StartRow) -> None:
+    if made_with != start.adapters:
+        raise CannotCut("the state was computed with other adapters")
