@@ -14,6 +14,7 @@ from .connection import EdgeConnection
 from .errors import add_error_handlers
 from .guards import add_guards
 from .metrics import Metrics
+from .routes_adapters import adapter_routes
 from .routes_chat import chat_routes
 from .routes_completions import completion_routes
 from .routes_models import model_routes
@@ -50,6 +51,6 @@ def create_app(runtime: RuntimeLike, settings: HttpSettings | None = None) -> Ed
     app.url_map.merge_slashes = False
     add_guards(app, edge)
     add_error_handlers(app)
-    for routes in (chat_routes, completion_routes, model_routes, service_routes):
+    for routes in (chat_routes, completion_routes, model_routes, adapter_routes, service_routes):
         app.register_blueprint(routes(edge))
     return app

@@ -23,7 +23,8 @@ def model_routes(edge: Edge) -> Blueprint:
     routes = Blueprint("models", __name__)
 
     def card() -> ModelCard:
-        return model_card(edge.model_name, edge.runtime.model, int(edge.started_at))
+        adapters = tuple(info.id for info in edge.runtime.adapters)
+        return model_card(edge.model_name, edge.runtime.model, int(edge.started_at), adapters)
 
     @routes.get("/v1")
     @routes.get("/v1/models")

@@ -35,6 +35,7 @@ def service_routes(edge: Edge) -> Blueprint:
                     "/v1/chat/completions",
                     "/v1/completions",
                     "/v1/models",
+                    "/v1/adapters",
                     "/health",
                     "/stats",
                     "/metrics",

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
+    from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
     from mlx_troupe.runtime.device import ModelInfo
     from mlx_troupe.runtime.requests import GenerationEvent, GenerationRequest
     from mlx_troupe.runtime.settings import Settings
@@ -64,6 +66,23 @@ class RuntimeLike(Protocol):
         """A JSON-able picture of the runtime; cheap."""
         ...
 
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The mounted adapters, in the order of mounting."""
+        ...
+
+    def check_adapter(self, adapter: AdapterDescription) -> None:
+        """Raise AdapterError for one that the loaded model cannot take; from any thread."""
+        ...
+
+    async def mount_adapter(self, adapter_id: str, folder: Path) -> AdapterInfo:
+        """Mount or replace. Raises AdapterError, Overloaded or Unavailable."""
+        ...
+
+    async def unmount_adapter(self, adapter_id: str) -> int:
+        """How many modules it changed. Raises AdapterError, Overloaded or Unavailable."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[GenerationLike]:
         """Entering admits the request or raises a ``TroupeError``; leaving cancels the rest."""
         ...
@@ -84,6 +103,7 @@ class HttpSettings:
         keepalive_interval: silence in a stream after which a comment is sent; 0 = never.
         idle_timeout: how long a kept-alive connection may be idle between requests.
         drain_timeout: how long running answers may go on after the first stop signal.
+        adapter_dirs: directories under which clients may mount adapter folders.
     """
 
     host: str = "127.0.0.1"
@@ -95,6 +115,7 @@ class HttpSettings:
     keepalive_interval: float = 15.0
     idle_timeout: float = 75.0
     drain_timeout: float = 30.0
+    adapter_dirs: tuple[Path, ...] = ()
 
 
 @dataclass(slots=True)

@@ -14,8 +14,10 @@ from typing import TypeAlias
 
 import trio
 
+from mlx_troupe.runtime.adapter_table import UNKNOWN
+from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
 from mlx_troupe.runtime.device import ModelInfo
-from mlx_troupe.runtime.errors import TroupeError
+from mlx_troupe.runtime.errors import AdapterError, TroupeError
 from mlx_troupe.runtime.requests import (
     Channel,
     Finished,
@@ -130,6 +132,25 @@ class ScriptedRuntime:
     def health(self) -> ScriptedHealth:
         """What the test set."""
         return self.reported
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """None: a script is not changed by adapters."""
+        return ()
+
+    def check_adapter(self, adapter: AdapterDescription) -> None:
+        """Fits nothing."""
+        raise AdapterError(f"{adapter.path} does not fit a script")
+
+    async def mount_adapter(self, adapter_id: str, folder: Path) -> AdapterInfo:
+        """Refuses."""
+        await trio.lowlevel.checkpoint()
+        raise AdapterError(f"{folder} does not fit a script")
+
+    async def unmount_adapter(self, adapter_id: str) -> int:
+        """Refuses."""
+        await trio.lowlevel.checkpoint()
+        raise AdapterError(f"adapter {adapter_id} is not mounted", code=UNKNOWN)
 
     def stats(self) -> Mapping[str, object]:
         """The figures that the edge exports."""

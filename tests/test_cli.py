@@ -38,6 +38,7 @@ from mlx_troupe.runtime.settings import Settings
 
 COMMANDS = ("serve", "chat", "generate", "get", "doctor")
 SETTINGS = Settings(Path("/nowhere"), "scripted")
+OFFERED = (Path("/nowhere"),)
 
 
 class ChatTokenizer(WordTokenizer):
@@ -456,7 +457,7 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(asked: Asked) -> None
 
 async def test_serve_answers_until_ctrl_c(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     """The banner names a working address; the first interrupt drains and ends."""
-    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0}
+    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0, "adapter_dirs": OFFERED}
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_server, SETTINGS, "127.0.0.1", 0, flags)
         told = ""
@@ -480,7 +481,7 @@ async def test_serve_answers_until_ctrl_c(asked: Asked, capsys: pytest.CaptureFi
 async def test_serve_ends_when_the_engine_is_gone(asked: Asked) -> None:
     """A server without an engine does not linger."""
     asked.device.fail_next = ModelError("weights are missing")
-    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0}
+    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0, "adapter_dirs": OFFERED}
     with pytest.raises(ExceptionGroup) as raised, trio.fail_after(20):
         await run_server(SETTINGS, "127.0.0.1", 0, flags)
     assert plain_error(raised.value)

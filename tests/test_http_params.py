@@ -146,8 +146,6 @@ def test_invalid_values_name_their_field(fields: str) -> None:
         ({"guided_choice": ["a"]}, "guided_choice"),
         ({"guided_grammar": "x"}, "guided_grammar"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"adapter": "x"}, "adapter"),
-        ({"adapters": "/no/such"}, "adapters"),
         ({"suffix": "x"}, "suffix"),
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),

@@ -17,10 +17,19 @@ from ...runtime.errors import TroupeError
 from ...runtime.requests import ChatPrompt, SamplingRequest
 from .conversation import Ask, Conversation, Leave, Note
 from .local import Wishes, answer, open_ready, settings_for_one
-from .options import dtype_option, model_argument, offline_option, sampling_options
+from .options import (
+    adapter_option,
+    check_adapters,
+    dtype_option,
+    model_argument,
+    offline_option,
+    sampling_options,
+)
 from .render import Printer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ...actors.blocking import BlockingRuntime
     from ...runtime.settings import Dtype
 
@@ -39,6 +48,7 @@ In the chat /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
 @click.option("--system", default="", metavar="TEXT", help="System message of the conversation.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
 @sampling_options
+@adapter_option
 @dtype_option
 @offline_option
 def chat(
@@ -48,6 +58,7 @@ def chat(
     temperature: float | None,
     top_p: float | None,
     top_k: int | None,
+    adapters: tuple[Path, ...],
     dtype: Dtype,
     offline: bool,
 ) -> None:
@@ -57,6 +68,7 @@ def chat(
     """
     from .models import find_model
 
+    check_adapters(adapters)
     found = find_model(model, offline=offline)
     wishes = Wishes(max_tokens, SamplingRequest(temperature=temperature, top_p=top_p, top_k=top_k))
     person = sys.stdin.isatty()
@@ -64,7 +76,7 @@ def chat(
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() line editing and a history)
         click.echo(f"Loading {found.name} ({found.source}) ...", err=True)
-    with open_ready(settings_for_one(found, dtype)) as runtime:
+    with open_ready(settings_for_one(found, dtype, adapters)) as runtime:
         if person:
             click.echo("Ready. /help lists the commands, Ctrl-D leaves.", err=True)
         Stage(runtime, wishes, Conversation(system), person).talk()

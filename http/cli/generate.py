@@ -20,10 +20,19 @@ from ...runtime.requests import (
     TextPrompt,
 )
 from .local import Wishes, answer, open_ready, settings_for_one
-from .options import dtype_option, model_argument, offline_option, sampling_options
+from .options import (
+    adapter_option,
+    check_adapters,
+    dtype_option,
+    model_argument,
+    offline_option,
+    sampling_options,
+)
 from .render import Printer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ...runtime.settings import Dtype, Settings
 
 EPILOG = """\b
@@ -48,6 +57,7 @@ Examples:
 @sampling_options
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead.")
+@adapter_option
 @dtype_option
 @offline_option
 def generate(
@@ -60,6 +70,7 @@ def generate(
     top_k: int | None,
     seed: int | None,
     as_json: bool,
+    adapters: tuple[Path, ...],
     dtype: Dtype,
     offline: bool,
 ) -> None:
@@ -74,8 +85,9 @@ def generate(
     wanted = TextPrompt(text) if raw else ChatPrompt((Message("user", text),))
     request = Wishes(max_tokens, sampling).request(wanted)
     trial = Trial(Printer(quiet=as_json))
+    check_adapters(adapters)
     found = find_model(model, offline=offline)
-    finished = trial.run(settings_for_one(found, dtype), request)
+    finished = trial.run(settings_for_one(found, dtype, adapters), request)
     if as_json:
         click.echo(json.dumps(trial.picture(finished), ensure_ascii=False))
     else:

@@ -17,6 +17,8 @@ from ...runtime.settings import Dtype, Settings
 from .options import GIB, default_prompt_cache
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ...actors.blocking import BlockingRuntime
     from ...runtime.requests import Prompt
     from ...runtime.store.resolve import ResolvedModel
@@ -34,7 +36,9 @@ class Wishes:
         return GenerationRequest(prompt, sampling=self.sampling, max_tokens=self.max_tokens)
 
 
-def settings_for_one(model: ResolvedModel, dtype: Dtype) -> Settings:
+def settings_for_one(
+    model: ResolvedModel, dtype: Dtype, adapters: tuple[Path, ...] = ()
+) -> Settings:
     """One row at a time; prompts are kept, so that a chat's next turn starts where it ended."""
     return Settings(
         model=model.path,
@@ -43,6 +47,7 @@ def settings_for_one(model: ResolvedModel, dtype: Dtype) -> Settings:
         queue=1,
         dtype=dtype,
         prompt_cache_bytes=int(default_prompt_cache() * GIB),
+        adapters=adapters,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -53,6 +54,28 @@ def sampling_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
+
+
+def adapter_option(command: Command) -> Command:
+    """``--adapter``, a tuple of folders."""
+    return click.option(
+        "--adapter",
+        "--adapter-path",
+        "adapters",
+        metavar="DIR",
+        multiple=True,
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="A LoRA folder (mlx-lm's or PEFT's) to use; repeatable, they add up in this order.",
+    )(command)
+
+
+def check_adapters(folders: tuple[Path, ...]) -> None:
+    """Look at adapter folders before anything is downloaded or loaded. Raises AdapterError."""
+    from ...runtime.adapter_table import mountings
+    from ...runtime.adapters import inspect_adapter
+
+    for mounting in mountings(folders):
+        inspect_adapter(mounting.path)
 
 
 def dtype_option(command: Command) -> Command:

@@ -10,14 +10,18 @@ import errno
 import json
 import logging
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...runtime.adapter_table import mountings
 from ...runtime.settings import Settings
 from .options import (
     GIB,
     Number,
+    adapter_option,
+    check_adapters,
     default_prompt_cache,
     dtype_option,
     model_argument,
@@ -70,6 +74,16 @@ LOOPBACK = ("127.", "localhost", "::1")
     show_default=True,
     help="Most requests that wait; further ones are refused with 429.",
 )
+@adapter_option
+@click.option(
+    "--adapter-dir",
+    "adapter_dirs",
+    metavar="DIR",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A directory whose adapter folders clients may mount; repeatable. Unset: the folders of "
+    "--adapter, and adapters/ in the cache.",
+)
 @dtype_option
 @offline_option
 @click.option(
@@ -114,7 +128,7 @@ LOOPBACK = ("127.", "localhost", "::1")
 def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any) -> None:
     """Serve MODEL over the OpenAI API to many clients at once.
 
-    --temperature, --top-p and --top-k are defaults for requests that leave them out.
+    --temperature, --top-p, --top-k and --adapter are defaults for requests that leave them out.
     Without MODEL: the one that you have, or the starter model.
     """
     import trio
@@ -123,6 +137,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     check_address(host, port)
+    check_adapters(flags["adapters"])
     found = find_model(model, offline=flags["offline"])
     click.echo(f"Loading {found.name} ({found.source}) ...", err=True)
     settings = Settings(
@@ -136,6 +151,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         temperature=flags["temperature"],
         top_p=flags["top_p"],
         top_k=flags["top_k"],
+        adapters=flags["adapters"],
     )
     trio.run(run_server, settings, host, port, flags)
 
@@ -160,6 +176,7 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
 
     async with open_runtime(settings) as runtime:
         # Imported only now: the weights are being read meanwhile.
+        from ...runtime.store.adapters import default_directories
         from ..app import create_app
         from ..seams import HttpSettings
         from ..server import Stop, serve
@@ -170,6 +187,7 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
             allowed_hosts=flags["allowed_hosts"],
             cors_origins=flags["cors_origins"],
             keepalive_interval=flags["keepalive"],
+            adapter_dirs=flags["adapter_dirs"] or default_directories(settings.adapters),
         )
         stop = Stop()
         async with trio.open_nursery() as nursery:
@@ -192,8 +210,10 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         f"model    {model.name}",
         f"device   {model.device}",
         f"context  {window}; requests: {rows}",
-        f"address  {url}/v1",
     ]
+    if settings.adapters:
+        lines.append(f"adapter  {' + '.join(start.id for start in mountings(settings.adapters))}")
+    lines.append(f"address  {url}/v1")
     if not http.host.startswith(LOOPBACK):
         lines.append("         Anyone who can reach this address can use it: there is no password.")
     lines += [

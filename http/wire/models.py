@@ -8,7 +8,10 @@ from mlx_troupe.runtime.device import ModelInfo
 
 
 class ModelCard(Struct):
-    """One model. Everything after ``owned_by`` is an extension, absent while it loads."""
+    """One model. Everything after ``owned_by`` is an extension, absent while it loads.
+
+    ``adapters`` are the ids that a request to it may name now.
+    """
 
     id: str
     object: str
@@ -17,6 +20,7 @@ class ModelCard(Struct):
     context_window: int | UnsetType | None = UNSET
     vocab_size: int | UnsetType = UNSET
     batch_mode: str | UnsetType = UNSET
+    adapters: tuple[str, ...] = ()
 
 
 class ModelList(Struct):
@@ -26,9 +30,12 @@ class ModelList(Struct):
     data: tuple[ModelCard, ...]
 
 
-def model_card(name: str, model: ModelInfo | None, created: int) -> ModelCard:
+def model_card(
+    name: str, model: ModelInfo | None, created: int, adapters: tuple[str, ...] = ()
+) -> ModelCard:
     """The card of the served model, which may still be loading."""
     card = ModelCard(id=name, object="model", created=created, owned_by="mlx-troupe")
+    card.adapters = adapters
     if model is not None:
         card.context_window = model.context_window
         card.vocab_size = model.vocab_size

@@ -22,6 +22,7 @@ from mlx_troupe.runtime.defaults import MAX_STOPS
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.requests import GenerationRequest, Prompt, SamplingRequest
 
+from .adapters import to_adapters
 from .parsing import INT64
 
 MAX_BIAS = 100.0
@@ -63,6 +64,8 @@ class GenerationParams(Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
+    adapter: str | None = None
+    adapters: str | list[str] | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
 
@@ -87,6 +90,7 @@ def to_call(params: GenerationParams, prompt: Prompt, vocab_size: int | None) ->
         max_tokens=params.max_completion_tokens or params.max_tokens,
         stop=to_stops(params.stop),
         stop_token_ids=check_ids(params.stop_token_ids or (), vocab_size, "stop_token_ids"),
+        adapters=to_adapters(params.adapter, params.adapters),
     )
     return Call(
         request=request,

@@ -24,8 +24,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "adapter": ("none",),
-    "adapters": (),
     "hlg": ({},),
     "suffix": ("",),
     "echo": (False,),

@@ -1,8 +1,8 @@
 """Where mlx-troupe keeps files on this machine, and how a folder appears there whole or not at all.
 
-Owns the cache folder's layout: ``models/`` (MLX directories), ``downloads/`` (partial files),
-``locks/`` and ``ptx/`` (compiled CUDA kernels). Any thread may call; processes exclude each other
-by file locks, which the system releases when their owner dies.
+Owns the cache folder's layout: ``models/`` (MLX directories), ``adapters/`` (LoRA folders),
+``downloads/`` (partial files), ``locks/`` and ``ptx/`` (compiled CUDA kernels). Any thread may
+call; processes exclude each other by file locks, which the system releases when their owner dies.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def cache_dir() -> Path:
 def models_dir() -> Path:
     """Folder of converted models."""
     return _private(cache_dir() / "models")
+
+
+def adapters_dir() -> Path:
+    """Folder of adapters that clients of a server may mount."""
+    return _private(cache_dir() / "adapters")
 
 
 def downloads_dir() -> Path:
