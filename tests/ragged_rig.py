@@ -12,11 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import load_oracle, make_checkpoint, prompt
+from tiny_hybrids import HYBRIDS
 
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
 from mlx_troupe.runtime.engine.positions import install_rope
+from mlx_troupe.runtime.engine.snapshots import arrays_of
 
 TOLERANCE = 1e-3
 WINDOW = 16
@@ -28,12 +30,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("llama", {"model_type": "mistral", "head_dim": 16}),
     "qwen3": ("qwen3", {}),
 }
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in ("mamba", "mamba2", "lfm2", "qwen3_5")
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: ("llama", {"model_type": name, **config}) for name, config in HYBRIDS.items()
+}
 
 
 @cache
 def model_named(name: str) -> nn.Module:
-    """One of ``MODELS``, made once, with our attention entry point in its module."""
-    family, config = MODELS[name]
+    """One of the models above, made once, with our attention entry point in its module."""
+    family, config = (MODELS | RECURRENT | OTHERS)[name]
     with tempfile.TemporaryDirectory() as folder:
         model = load_oracle(make_checkpoint(Path(folder) / name, family, **config))
         mx.eval(model.parameters())
@@ -48,7 +56,7 @@ def solo_prefill(model: nn.Module, ids: Sequence[int]) -> list[Any]:
     caches = make_prompt_cache(model)
     if ids:
         model(mx.array([ids]), cache=caches)
-        mx.eval([c.state[:2] for c in caches])
+        mx.eval(arrays_of(caches))
     return caches
 
 
@@ -89,7 +97,7 @@ class Troupe:
         name, text = RowId(row), prompt(length + steps, seed=row)
         self.texts[name], self.starts[name] = text, length
         self.expected[name] = solo_logits(self.model, text, length)
-        self.batch.join(name, solo_prefill(self.model, text[:length]))
+        self.batch.join(name, solo_prefill(self.model, text[:length]), length)
         return name
 
     def drop(self, row: int, *, poisoned: bool = False) -> None:
@@ -116,7 +124,7 @@ class Troupe:
 
     def prefill(self, counts: Mapping[int, int]) -> None:
         """One pass over the rows' next tokens, right-padded, as many of each as ``counts`` says."""
-        caches = self.batch.begin(max(counts.values()))
+        caches = self.batch.begin(max(counts.values()), {RowId(r): n for r, n in counts.items()})
         rows, longest = self.batch.rows, max(counts.values())
         at = {row: self.batch.length(row) for row in rows}
         tokens = [

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ChunkedKVCache, KVCache
 from tiny import EOS, FAMILIES, load_oracle, make_checkpoint
 
 from mlx_troupe.runtime.engine import models
@@ -163,24 +164,32 @@ def test_the_namespace_changes_with_whatever_makes_states_differ(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("family", "window", "plain", "obstacle"),
-    [
-        ("llama", None, True, ""),
-        ("sliding", 15, False, ""),
-        ("mamba", 0, False, "state is recurrent (ArraysCache)"),
-        ("lfm2", 0, False, "state is recurrent (ArraysCache)"),
-    ],
+    ("family", "window", "ragged"),
+    [("llama", None, True), ("sliding", 15, False), ("mamba", 0, False), ("lfm2", 0, True)],
 )
 def test_the_kind_of_state_is_read_off_the_caches(
-    family: str, window: int | None, plain: bool, obstacle: str, tmp_path: Path
+    family: str, window: int | None, ragged: bool, tmp_path: Path
 ) -> None:
     """Plain, sliding and recurrent families are told apart, and the device says so."""
     path = make_checkpoint(tmp_path / "model", family)
     device = MLXDevice(path, name="tiny")
     info = device.open()
     device.close()
-    assert (info.trim_window, info.ragged_prefill, info.batchable) == (window, plain, not obstacle)
-    assert obstacle in info.lone_reason
+    assert (info.trim_window, info.ragged_prefill, info.batchable) == (window, ragged, True)
+    assert info.lone_reason == ""
     assert info.vocab_size == FAMILIES[family]["vocab_size"]
     layers = {"llama": 3, "sliding": 3, "mamba": 0, "lfm2": 1}[family]
     assert info.kv_bytes_per_token == layers * 2 * 2 * 16 * 4
+
+
+def test_a_state_without_a_layout_is_named() -> None:
+    """Caches that no layout knows forbid batches, by their names."""
+
+    class Chunked(nn.Module):
+        def make_cache(self) -> list[Any]:
+            return [KVCache(), ChunkedKVCache(8)]  # type: ignore[no-untyped-call]
+
+    kind = models.state_kind(Chunked())
+    assert kind.trim_window == 0
+    assert "ChunkedKVCache" in kind.obstacle
+    assert "KVCache," not in kind.obstacle

@@ -12,19 +12,21 @@ One step::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..device import RowId
 from .codecs import Codec, Image
 from .groups import GroupKey, Groups, capacity_for
 from .layouts import BatchLayout, KVLayout, Piece
 from .lone import CannotTrim, window_of_cache
+from .nesting import flatten, nest
+from .recurrent import RecurrentLayout
 from .selfcheck import why_not_batchable
 from .steps import Step
 
@@ -38,8 +40,9 @@ class RowBatch:
     """
 
     def __init__(self, model: nn.Module, codecs: Iterable[Codec | None] = repeat(None)) -> None:
-        pairs = zip(make_prompt_cache(model), codecs, strict=False)
-        self._layers: list[BatchLayout] = [KVLayout(window_of_cache(c), k) for c, k in pairs]
+        self._nesting = make_prompt_cache(model)
+        pairs = zip(flatten(self._nesting), codecs, strict=False)
+        self._layers: list[BatchLayout] = [_layout_of(cache, codec) for cache, codec in pairs]
         self._groups = Groups()
         self._joining: dict[RowId, list[Image | None]] = {}
         self._oldest: dict[RowId, list[int]] = {}
@@ -65,16 +68,21 @@ class RowBatch:
         """Tokens held by a row. Raises KeyError for a stranger."""
         return self._groups.length(row)
 
-    def join(self, row: RowId, caches: Sequence[Any]) -> None:
-        """Take a lone row in with its mlx-lm caches, one per layer, all of the same length.
+    def join(self, row: RowId, caches: Sequence[Any], length: int | None = None) -> None:
+        """Take a lone row of ``length`` tokens in with its mlx-lm caches, one per layer.
 
-        The bytes are copied by the next :meth:`begin`; what happens to ``caches`` afterwards does
-        not matter. Raises ValueError for a row that is here, TypeError for other cache kinds.
+        Without a length it is what the caches say, which recurrent ones do not. The bytes are
+        copied by the next :meth:`begin`; what happens to ``caches`` afterwards does not matter.
+        Raises ValueError for a row that is here, TypeError for other cache kinds.
         """
-        pairs = [layer.take(c) for c, layer in zip(caches, self._layers, strict=True)]
-        length = int(caches[0].offset)
-        if any(cache.offset != length for cache in caches):
-            raise ValueError("a row's layers differ in length")
+        leaves = flatten(caches)
+        pairs = [layer.take(c) for c, layer in zip(leaves, self._layers, strict=True)]
+        lengths = {int(cache.offset) for cache in leaves if hasattr(cache, "offset")}
+        if length is not None:
+            lengths.add(length)
+        if len(lengths) != 1:
+            raise ValueError(f"a row's layers differ in length: {sorted(lengths)}")
+        (length,) = lengths
         encoded = any(image.encoded for image, _ in pairs if image is not None)
         self._groups.join(row, length, encoded=encoded)
         self._joining[row] = [image for image, _ in pairs]
@@ -121,35 +129,44 @@ class RowBatch:
         """
         if not 0 <= length <= self._groups.length(row):
             raise ValueError(f"row {row} holds {self._groups.length(row)} tokens, not {length}")
+        held = self._groups.length(row)
         triples = zip(self._images(row), self._layers, self._oldest_held(row), strict=True)
-        return [layer.give(image, length, oldest) for image, layer, oldest in triples]
+        leaves = [layer.give(image, length, oldest, held) for image, layer, oldest in triples]
+        return nest(leaves, self._nesting)
 
     def convert(self, row: RowId) -> None:
         """Encode a row's state by the next :meth:`begin`, for good. Raises KeyError."""
         self._groups.convert(row)
 
-    def begin(self, columns: int) -> list[Any]:
+    def begin(self, columns: int, counts: Mapping[RowId, int] | None = None) -> list[Any]:
         """Make room for ``columns`` tokens in every row; the layers' caches for the forward.
 
-        Raises ValueError for more columns than a sliding layer's ring can take in one step.
+        ``counts`` (at least 1 each) says how many of them each row is going to keep, the leading
+        ones; recurrent layers must be told where that is not all of them. Raises ValueError for
+        more columns than a sliding layer's ring can take in one step.
         """
         limits = [n for layer in self._layers if (n := layer.most_columns) is not None]
         if columns < 1 or any(columns > limit for limit in limits):
             raise ValueError(f"a step of {columns} columns")
         self._move(columns)
         self._columns = columns
-        step = Step(self._groups.segments(), columns)
-        return [layer.cache(step) for layer in self._layers]
+        ordered = counts and tuple(counts[row] for row in self.rows)
+        step = Step(self._groups.segments(), columns, ordered or None)
+        return nest([layer.cache(step) for layer in self._layers], self._nesting)
 
     def commit(self, columns: int | Sequence[int]) -> None:
         """The step that began is built: rows are longer by ``columns``, or by a count per row.
 
         Counts are in batch order and at most what :meth:`begin` was told; the rest is taken back.
+        Recurrent layers cannot take back a part of several columns (ValueError): commit none, and
+        run the step again with the counts told.
         """
         rows = self.rows
         counts = [columns] * len(rows) if isinstance(columns, int) else columns
         if any(not 0 <= count <= self._columns for count in counts):
             raise ValueError(f"{counts} of {self._columns} columns kept")
+        for layer in self._layers:
+            layer.commit(counts)
         for row in rows:
             reached = self._groups.length(row) + self._columns
             self._written[row] = max(self._written[row], reached)
@@ -179,6 +196,12 @@ class RowBatch:
         written = self._written[row]
         pairs = zip(self._layers, self._oldest[row], strict=True)
         return [layer.oldest_held(written, oldest) for layer, oldest in pairs]
+
+
+def _layout_of(cache: Any, codec: Codec | None) -> BatchLayout:
+    if type(cache) is ArraysCache:
+        return RecurrentLayout(len(cache.cache))
+    return KVLayout(window_of_cache(cache), codec)
 
 
 def _detached(moved: list[dict[GroupKey, list[Piece]]]) -> Iterator[mx.array]:

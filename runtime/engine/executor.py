@@ -59,6 +59,7 @@ from .models import (
 )
 from .rows import Row
 from .sampling import Sampler
+from .selfcheck import may_prefill_together
 from .states import States
 
 MAX_UNDER_WAY = 2
@@ -130,13 +131,14 @@ class MLXDevice:
         self._model = checkpoint.model
         kind = state_kind(checkpoint.model)
         reason = kind.obstacle or why_not_batchable(checkpoint.model) or ""
+        ragged = not reason and may_prefill_together(checkpoint.model)
         eos = checkpoint.eos_ids | self._extra_eos
         try:
-            token_bytes = self._prepare(eos, kind, together=not reason)
+            token_bytes = self._prepare(eos, together=not reason, ragged=ragged)
             self._warm_up(together=not reason)
         except Exception as error:
             raise ModelError(f"{self._path} cannot be run: {error}") from error
-        return self._describe(checkpoint, kind, reason, eos, token_bytes)
+        return self._describe(checkpoint, kind, reason, ragged, eos, token_bytes)
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step without waiting for its result."""
@@ -251,6 +253,7 @@ class MLXDevice:
         checkpoint: Checkpoint,
         kind: StateKind,
         reason: str,
+        ragged: bool,
         eos: frozenset[int],
         token_bytes: int,
     ) -> ModelInfo:
@@ -262,14 +265,14 @@ class MLXDevice:
             batchable=not reason,
             lone_reason=reason,
             trim_window=kind.trim_window,
-            ragged_prefill=not reason and kind.plain,
+            ragged_prefill=ragged,
             launches_ahead=mx.default_device() == mx.gpu,
             kv_bytes_per_token=token_bytes,
             namespace=checkpoint.namespace,
             device=device_label(checkpoint.dtype),
         )
 
-    def _prepare(self, eos: frozenset[int], kind: StateKind, *, together: bool) -> int:
+    def _prepare(self, eos: frozenset[int], *, together: bool, ragged: bool) -> int:
         """Make what the steps need. Returns the bytes of state that one token costs."""
         caches = make_prompt_cache(self._model)
         # Never evaluated: the shapes alone are wanted.
@@ -282,7 +285,7 @@ class MLXDevice:
             Sampler(self._vocab_size, eos | self._xtc_exempt),
             self._adapters,
             together=together,
-            ragged=together and kind.plain,
+            ragged=ragged,
         )
         self._forward = self._make_forward()
         return bytes_per_token(caches)

@@ -176,7 +176,8 @@ class Forward:
         if not chunks:
             return [], faults
         longest = max(count for _, count in chunks.values())
-        caches = nursery.begin(longest)
+        counts = {row_id: count for row_id, (_, count) in chunks.items()}
+        caches = nursery.begin(longest, counts)
         ordered = [chunks[row_id] for row_id in nursery.rows]
         padded = [
             row.next_prompt_tokens(count) + (0,) * (longest - count) for row, count in ordered
@@ -216,7 +217,7 @@ class Forward:
             return []
         try:
             if before is None:
-                home.join(row.id, _lone_caches(row))
+                home.join(row.id, _lone_caches(row), row.processed)
             else:
                 home.adopt(row.id, before)
         except Exception as error:

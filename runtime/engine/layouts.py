@@ -12,7 +12,7 @@ that a step of several columns does not overwrite what its first column sees, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,8 +54,8 @@ class BatchLayout(Protocol):
         """A lone row's state, and the oldest position that it holds. Raises TypeError."""
         ...
 
-    def give(self, image: Image | None, length: int, oldest: int) -> Any:
-        """A single-row cache with the first ``length`` tokens of an image. Raises CannotTrim."""
+    def give(self, image: Image | None, length: int, oldest: int, held: int) -> Any:
+        """A single-row cache with the first ``length`` of ``held`` tokens. Raises CannotTrim."""
         ...
 
     def oldest_held(self, written: int, oldest: int) -> int:
@@ -82,6 +82,10 @@ class BatchLayout(Protocol):
 
     def cache(self, step: Step) -> Any:
         """What stands for a cache in one forward pass of all rows."""
+        ...
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """The step's rows keep that many of its columns; before lengths grow by them."""
         ...
 
 
@@ -121,7 +125,7 @@ class KVLayout:
         """See :class:`BatchLayout`; shares bytes with the cache but does not change with it."""
         return take_image(cache, self.codec, self.window, self.ring)
 
-    def give(self, image: Image | None, length: int, oldest: int) -> Any:
+    def give(self, image: Image | None, length: int, oldest: int, held: int) -> Any:
         """See :class:`BatchLayout`; copies, not evaluated."""
         codec = self.codec if image is not None and image.encoded else None
         return give_cache(image, codec or PLAIN, self.window, self.ring, length, oldest)
@@ -218,6 +222,9 @@ class KVLayout:
     def cache(self, step: Step) -> RowsCache:
         """See :class:`BatchLayout`."""
         return RowsCache(self, step)
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Nothing to do: what lies behind a row's length is overwritten."""
 
     def write(self, step: Step, keys: mx.array, values: mx.array) -> None:
         """Put a step's new tokens ([B, heads, columns, width]) behind each row's last."""

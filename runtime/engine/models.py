@@ -18,11 +18,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, dequantize_model, get_total_parameters, load_model
 
 from ..errors import ModelError
 from ..settings import Dtype
+from .nesting import flatten
 
 EXPANDED_SHARE = 0.6
 """Weights may be expanded to float32 up to this share of the memory that is free."""
@@ -54,12 +55,11 @@ class Checkpoint:
 class StateKind:
     """How the state of one row may be cut.
 
-    ``trim_window`` is that of :class:`~mlx_troupe.runtime.device.ModelInfo`; ``plain`` means that
-    every layer keeps every token; ``obstacle`` names what forbids batches, or is empty.
+    ``trim_window`` is that of :class:`~mlx_troupe.runtime.device.ModelInfo`; ``obstacle`` names
+    what forbids batches, or is empty.
     """
 
     trim_window: int | None
-    plain: bool
     obstacle: str = ""
 
 
@@ -134,19 +134,22 @@ def check_weight_files(path: Path) -> None:
 
 def state_kind(model: Module) -> StateKind:
     """Read the layout of a row's state off the caches that mlx-lm makes for the model."""
-    caches = _leaves(make_prompt_cache(model))
-    strange = sorted({type(c).__name__ for c in caches if not _is_window(c)})
+    caches = flatten(make_prompt_cache(model))
+    strange = sorted({type(c).__name__ for c in caches if not _has_layout(c)})
     if strange:
-        return StateKind(0, plain=False, obstacle=f"state is recurrent ({', '.join(strange)})")
+        obstacle = f"no batch layout for {', '.join(strange)}"
+        return StateKind(0, obstacle)
+    if any(type(c) is ArraysCache for c in caches):
+        return StateKind(0)
     windows = [c.max_size for c in caches if type(c) is RotatingKVCache]
     if windows:
-        return StateKind(min(windows) - 1, plain=False)
-    return StateKind(None, plain=True)
+        return StateKind(min(windows) - 1)
+    return StateKind(None)
 
 
 def bytes_per_token(caches: Iterable[Any]) -> int:
     """Bytes that one more token costs in caches that hold at least one (it may be lazy)."""
-    kept = [c for c in _leaves(caches) if getattr(c, "keys", None) is not None]
+    kept = [c for c in flatten(caches) if getattr(c, "keys", None) is not None]
     return sum(x.nbytes // x.shape[2] for c in kept for x in (c.keys, c.values))
 
 
@@ -168,15 +171,10 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _leaves(caches: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for cache in caches:
-        found += _leaves(cache.caches) if type(cache) is CacheList else [cache]
-    return found
-
-
-def _is_window(cache: Any) -> bool:
-    return type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
+def _has_layout(cache: Any) -> bool:
+    if type(cache) is RotatingKVCache:
+        return bool(cache.keep == 0)
+    return type(cache) in (KVCache, ArraysCache)
 
 
 def _expand(model: Module, dtype: Dtype) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..device import RowId
 from .activations import install_swiglu
 from .attention import NAME, install_attention
 from .families import adapt, computes_own_scores
 from .lone import window_of_cache
+from .nesting import flatten
 from .positions import install_rope
 
 LENGTHS = (5, 9)
@@ -29,12 +30,14 @@ def why_not_batchable(model: nn.Module) -> str | None:
     """The reason why rows of this model must run one by one, in words; None if they need not."""
     family = model_family(model)
     try:
-        for cache in make_prompt_cache(model):
+        caches = flatten(make_prompt_cache(model))
+        counted = [cache for cache in caches if type(cache) is not ArraysCache]
+        for cache in counted:
             window_of_cache(cache)
     except TypeError as error:
         return f"{family}: {error}"
     adapt(model)
-    if not names_attention(model):
+    if counted and not names_attention(model):
         return f"{family} computes attention in a way of its own"
     install_attention()
     install_swiglu()
@@ -60,37 +63,78 @@ def names_attention(model: nn.Module) -> bool:
 
 
 def rows_agree(model: nn.Module) -> bool:
-    """Run two rows of different lengths alone, prefilled together, and one step as a batch."""
+    """Run rows of different lengths alone and as a batch, prefilled together if all is plain."""
+    plain = all(type(cache) is KVCache for cache in flatten(make_prompt_cache(model)))
+    return _agree_together(model) if plain else _agree_decoding(model)
+
+
+def may_prefill_together(model: nn.Module) -> bool:
+    """Whether padding leaves a batchable model's rows as they were; tried with recurrent ones."""
+    kinds = {type(cache) for cache in flatten(make_prompt_cache(model))}
+    if kinds == {KVCache}:
+        return True
+    try:
+        return kinds <= {KVCache, ArraysCache} and _agree_together(model)
+    except Exception:
+        return False
+
+
+def _agree_together(model: nn.Module) -> bool:
+    """Two rows prefilled in one padded pass, and one step as a batch."""
+    ids = {RowId(i): _ids(model, length + 1) for i, length in enumerate(LENGTHS)}
+    alone = _run_alone(model, ids)
+    batch = _batch_of(model, {row: make_prompt_cache(model) for row in ids}, dict.fromkeys(ids, 0))
+    counts = {row: len(tokens) - 1 for row, tokens in ids.items()}
+    longest = max(counts.values())
+    caches = batch.begin(longest, counts)
+    padded = [ids[row][:-1] + [0] * (longest - counts[row]) for row in batch.rows]
+    got = model(mx.array(padded), cache=caches)
+    for place, row in enumerate(batch.rows):
+        if not _close(alone[row][: counts[row]], got[place, : counts[row]]):
+            return False
+    batch.commit([counts[row] for row in batch.rows])
+    return _steps_agree(model, batch, ids, alone)
+
+
+def _agree_decoding(model: nn.Module) -> bool:
+    """Rows prefilled alone, one of them empty, and two steps as a batch."""
+    lengths = dict(enumerate((*LENGTHS, 0)))
+    ids = {RowId(i): _ids(model, length + 2) for i, length in lengths.items()}
+    alone = _run_alone(model, ids)
+    caches = {row: make_prompt_cache(model) for row in ids}
+    for row, tokens in ids.items():
+        if len(tokens) > 2:
+            model(mx.array([tokens[:-2]]), cache=caches[row])
+    batch = _batch_of(model, caches, {RowId(i): length for i, length in lengths.items()})
+    return _steps_agree(model, batch, ids, alone)
+
+
+def _run_alone(model: nn.Module, ids: dict[RowId, list[int]]) -> dict[RowId, mx.array]:
+    return {row: model(mx.array([t]), cache=make_prompt_cache(model))[0] for row, t in ids.items()}
+
+
+def _batch_of(model: nn.Module, caches: dict[RowId, Any], lengths: dict[RowId, int]) -> Any:
     from .batch import RowBatch
 
-    ids = [_ids(model, length + 1) for length in LENGTHS]
-    rows = [make_prompt_cache(model) for _ in ids]
-    alone = [model(mx.array([t]), cache=make_prompt_cache(model))[0] for t in ids]
     batch = RowBatch(model)
-    if all(type(cache) is KVCache for cache in rows[0]):
-        for i, row in enumerate(rows):
-            batch.join(RowId(i), row)
-        caches = batch.begin(max(LENGTHS))
-        padded = [
-            ids[row][: LENGTHS[row]] + [0] * (max(LENGTHS) - LENGTHS[row]) for row in batch.rows
-        ]
-        together = model(mx.array(padded), cache=caches)
-        prefilled = {row: together[place, : LENGTHS[row]] for place, row in enumerate(batch.rows)}
-        batch.commit([LENGTHS[row] for row in batch.rows])
-    else:
-        prefilled = {
-            RowId(i): model(mx.array([tokens[:-1]]), cache=row)[0]
-            for i, (tokens, row) in enumerate(zip(ids, rows, strict=True))
-        }
-        for i, row in enumerate(rows):
-            batch.join(RowId(i), row)
-    caches = batch.begin(1)
-    step = model(mx.array([[ids[row][-1]] for row in batch.rows]), cache=caches)
-    return all(
-        _close(alone[i][:length], prefilled[i]) and _close(alone[i][length], step[place, 0])
-        for place, i in enumerate(batch.rows)
-        for length in (LENGTHS[i],)
-    )
+    for row, length in lengths.items():
+        batch.join(row, caches[row], length)
+    return batch
+
+
+def _steps_agree(
+    model: nn.Module, batch: Any, ids: dict[RowId, list[int]], alone: dict[RowId, mx.array]
+) -> bool:
+    """Go on to the rows' last ids, one at a time."""
+    while all(batch.length(row) < len(tokens) for row, tokens in ids.items()):
+        caches = batch.begin(1)
+        at = {row: batch.length(row) for row in batch.rows}
+        got = model(mx.array([[ids[row][at[row]]] for row in batch.rows]), cache=caches)
+        for place, row in enumerate(batch.rows):
+            if not _close(alone[row][at[row]], got[place, 0]):
+                return False
+        batch.commit(1)
+    return True
 
 
 def _ids(model: nn.Module, count: int) -> list[int]:

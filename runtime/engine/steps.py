@@ -18,12 +18,19 @@ class Step:
     """What all layers share in one forward pass: offsets, write positions, masks.
 
     ``offsets`` is int32 [B]: tokens in each row before the step. Never change it in place: every
-    layer holds the same array.
+    layer holds the same array. ``counts`` says how many of the columns each row will keep, where
+    that is known beforehand and not all.
     """
 
-    def __init__(self, segments: tuple[Segment, ...], columns: int) -> None:
+    def __init__(
+        self,
+        segments: tuple[Segment, ...],
+        columns: int,
+        counts: tuple[int, ...] | None = None,
+    ) -> None:
         self.segments = segments
         self.columns = columns
+        self.counts = counts
         lengths = [length for segment in segments for length in segment.lengths]
         self.offsets = mx.array(lengths, dtype=mx.int32)
         self.on_cpu = mx.default_device() == mx.cpu
