@@ -48,6 +48,11 @@ class BlockingGeneration:
         """Prompt tokens that were not computed again; None until the row has started."""
         return self._generation.cached_tokens
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was asked for and is not given, in words."""
+        return self._generation.warnings
+
     def __iter__(self) -> Self:
         return self
 

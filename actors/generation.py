@@ -24,12 +24,16 @@ class Health:
 
 
 class Generation:
-    """The client's end of one generation: events until :class:`Finished` or :class:`Failed`."""
+    """The client's end of one generation: events until :class:`Finished` or :class:`Failed`.
+
+    ``warnings`` says what the client asked for and does not get.
+    """
 
     def __init__(self, actor: RequestActor, prompt_tokens: int) -> None:
         self._actor = actor
         self._over = False
         self.prompt_tokens = prompt_tokens
+        self.warnings = actor.warnings
 
     @property
     def cached_tokens(self) -> int | None:

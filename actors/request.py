@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import trio
@@ -22,6 +22,7 @@ from mlx_troupe.runtime.defaults import (
 )
 from mlx_troupe.runtime.device import ModelInfo, RowId
 from mlx_troupe.runtime.errors import GenerationFailed, InvalidRequest, TroupeError, Unavailable
+from mlx_troupe.runtime.grammars import in_words
 from mlx_troupe.runtime.requests import (
     ChatPrompt,
     Failed,
@@ -42,11 +43,14 @@ from mlx_troupe.runtime.scheduling.effects import (
     TokenMade,
 )
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.matching import CannotCompile, Reasoning, TokenMatcher
+from mlx_troupe.runtime.text.messages import with_instruction
 from mlx_troupe.runtime.text.prompts import BuiltPrompt, PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.stream import TextStream
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .grammars import GrammarTools
 from .mailbox import Mailbox
 from .messages import Cancel, SchedulerMessage, Submit
 from .outbox import Outbox
@@ -73,6 +77,7 @@ class TextTools:
     builder: PromptBuilder
     provenance: Provenance
     defaults: SamplingDefaults
+    grammars: GrammarTools
     off_loop: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
     async def build(self, prompt: Prompt) -> BuiltPrompt:
@@ -90,6 +95,7 @@ class RequestActor:
 
     ``admitted`` is settled with the number of prompt tokens once the row is queued, or with the
     error that refused it. After that everything, errors too, comes through ``outbox``.
+    ``warnings`` is what the client asked for and does not get, in words; final once admitted.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class RequestActor:
         self.admitted: Reply[int] = Reply()
         self.outbox = Outbox()
         self.cached_tokens: int | None = None
+        self.warnings: tuple[str, ...] = ()
         self._row = row
         self._request = request
         self._model = model
@@ -149,7 +156,7 @@ class RequestActor:
     async def _run(self) -> None:
         check_request(self._request)
         sampling = resolve_sampling(self._request.sampling, self._tools.defaults, self._model)
-        built = await self._tools.build(self._request.prompt)
+        built, matcher = await self._prepare()
         self._prompt_tokens = len(built.ids)
         limit = token_limit(
             self._prompt_tokens,
@@ -160,13 +167,44 @@ class RequestActor:
         )
         stop_ids = self._tools.tokenizer.eos_ids | frozenset(self._request.stop_token_ids)
         spec = RowSpec(
-            self._row, built.ids, sampling, limit, stop_ids, adapters=self._request.adapters
+            self._row,
+            built.ids,
+            sampling,
+            limit,
+            stop_ids,
+            adapters=self._request.adapters,
+            matcher=matcher,
         )
         # The buffer is the reservation: one Started, one event a token, one end.
         send, receive = trio.open_memory_channel[RowEvent](limit + 2)
         with receive:
             await self._submit(spec, send)
             await self._read(receive, self._stream(built, stop_ids))
+
+    async def _prepare(self) -> tuple[BuiltPrompt, TokenMatcher | None]:
+        """The prompt's ids, and what follows the answer through the request's grammar.
+
+        A grammar that cannot be compiled is asked for in words, where there is somebody to ask.
+        """
+        prompt, grammar = self._request.prompt, self._request.grammar
+        built = await self._tools.build(prompt)
+        if grammar is None:
+            return built, None
+        markers = self._markers()
+        reasoning = None if markers is None else Reasoning(*markers, built.opens_reasoning)
+        try:
+            return built, await self._tools.grammars.match(grammar, self._model, reasoning)
+        except CannotCompile as error:
+            self.warnings = (f"{grammar.param} is not enforced: {error}",)
+        if isinstance(prompt, ChatPrompt):
+            messages = with_instruction(prompt.messages, in_words(grammar))
+            built = await self._tools.build(replace(prompt, messages=messages))
+        return built, None
+
+    def _markers(self) -> tuple[str, str] | None:
+        # A raw completion is one text: what it says about thinking is part of it.
+        chat = isinstance(self._request.prompt, ChatPrompt)
+        return self._tools.tokenizer.think_markers if chat else None
 
     async def _submit(self, spec: RowSpec, send: trio.MemorySendChannel[RowEvent]) -> None:
         reply: Reply[None] = Reply()
@@ -175,12 +213,10 @@ class RequestActor:
         self.admitted.set(self._prompt_tokens)
 
     def _stream(self, built: BuiltPrompt, stop_ids: frozenset[int]) -> TextStream:
-        chat = isinstance(self._request.prompt, ChatPrompt)
         return TextStream(
             self._tools.tokenizer,
             stop=self._request.stop,
-            # A raw completion is one text: what it says about thinking is part of it.
-            markers=self._tools.tokenizer.think_markers if chat else None,
+            markers=self._markers(),
             opens_reasoning=built.opens_reasoning,
             eos_ids=stop_ids | self._model.eos_ids,
         )

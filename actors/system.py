@@ -34,6 +34,7 @@ from .figures import figures
 from .gate import Bounds, Gate
 from .generation import Generation, Health
 from .gpu import GpuActor, GpuView
+from .grammars import GrammarTools
 from .kvcache import KVCacheActor
 from .mailbox import Mailbox
 from .messages import CacheMessage, Clear, GpuCommand, SchedulerMessage
@@ -302,7 +303,8 @@ class Runtime:
         provenance = Provenance()
         builder = PromptBuilder(tokenizer, provenance)
         defaults = SamplingDefaults.load(self.settings)
-        self._tools = TextTools(tokenizer, builder, provenance, defaults)
+        grammars = GrammarTools(tokenizer)
+        self._tools = TextTools(tokenizer, builder, provenance, defaults, grammars)
         self.view.bell.ring()
 
     def close(self) -> None:

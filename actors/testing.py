@@ -34,6 +34,7 @@ from mlx_troupe.runtime.device import (
     StepDone,
     StepPlan,
 )
+from mlx_troupe.runtime.text.matching import MatchFailed, TokenMatcher
 
 from .messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
 from .worker import Conductor
@@ -55,12 +56,24 @@ class ScriptedRow:
     prompt: tuple[int, ...]
     state: tuple[int, ...]
     adapters: tuple[str, ...] = ()
+    matcher: TokenMatcher | None = None
     sampled: list[int] = field(default_factory=list)
 
     @property
     def ids(self) -> tuple[int, ...]:
         """Prompt and everything sampled."""
         return self.prompt + tuple(self.sampled)
+
+    def follow(self, token: int) -> tuple[int, bool]:
+        """The first allowed token from ``token`` on, around the vocabulary; whether it ends all."""
+        if self.matcher is None:
+            return token, False
+        allowed = self.matcher.allowed()
+        token = next((other for other in allowed if other >= token), allowed[0])
+        ends = self.matcher.take(token)
+        if ends:
+            self.matcher = None
+        return token, ends
 
 
 class ContractBroken(AssertionError):
@@ -261,7 +274,7 @@ class ScriptedDevice:
             raise ContractBroken(f"row {start.row} starts from a state that is not its prefix")
         if made_with != start.adapters:
             raise ContractBroken(f"row {start.row} starts from a state of other adapters")
-        self.rows[start.row] = ScriptedRow(start.ids, state, start.adapters)
+        self.rows[start.row] = ScriptedRow(start.ids, state, start.adapters, start.matcher)
 
     def _cut(self, state: tuple[int, ...], length: int) -> tuple[int, ...]:
         if length > len(state):
@@ -297,10 +310,14 @@ class ScriptedDevice:
         if row_id in self.poisoned:
             self._fail(row_id, "poisoned", failed)
             return
-        token = self.script(row.ids)
+        try:
+            token, ends = row.follow(self.script(row.ids))
+        except MatchFailed as error:
+            self._fail(row_id, str(error), failed)
+            return
         row.state = row.ids
         row.sampled.append(token)
-        sampled.append(Sampled(row_id, token))
+        sampled.append(Sampled(row_id, token, ends))
 
 
 class InlineWorker:

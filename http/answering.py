@@ -7,6 +7,7 @@ client goes away, in both modes.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from typing import TYPE_CHECKING, Protocol, assert_never, cast
@@ -23,10 +24,10 @@ from .sse import ChunkShape, EventStream, stream_response
 from .wire.parsing import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from mlx_troupe.runtime.device import ModelInfo
-    from mlx_troupe.runtime.requests import FinishReason, Usage
+    from mlx_troupe.runtime.requests import FinishReason, ScoredToken, Usage
 
     from .metrics import Meter
     from .seams import Edge, GenerationLike
@@ -34,13 +35,20 @@ if TYPE_CHECKING:
 
 OFF_LOOP_BYTES = 64 << 10
 """Larger bodies are parsed on a worker thread: parsing takes about 10 ms a megabyte."""
+MAX_WARNING = 500
+"""Longest text of a header; clients refuse headers of several kilobytes."""
 
 
 class AnswerShape(ChunkShape, Protocol):
     """How one kind of answer is written, whole or in chunks."""
 
     def answer(
-        self, content: str, reasoning: str, reason: FinishReason, usage: Usage
+        self,
+        content: str,
+        reasoning: str,
+        reason: FinishReason,
+        usage: Usage,
+        scores: tuple[ScoredToken, ...] = (),
     ) -> msgspec.Struct: ...
 
 
@@ -76,12 +84,21 @@ async def answer_call(
     async with edge.runtime.generate(call.request) as generation:
         with edge.metrics.measure(route, started) as meter:
             answer = await _collect(generation, meter, shape())
-    return json_response(answer)
+    return with_warnings(json_response(answer), generation.warnings)
 
 
 def json_response(value: object, status: int = 200) -> Response:
     """A JSON reply."""
     return Response(msgspec.json.encode(value), status, content_type="application/json")
+
+
+def with_warnings(response: Response, warnings: Sequence[str]) -> Response:
+    """The response with one ``Warning`` header for each thing that the client does not get."""
+    for warning in warnings:
+        # A quoted string of one line: whatever a client's own text may have put into it.
+        text = re.sub(r"[^ !#-\[\]-~]+", " ", warning.replace('"', "'"))
+        response.headers.add("Warning", f'199 mlx-troupe "{text[:MAX_WARNING]}"')
+    return response
 
 
 async def _read_call(
@@ -102,22 +119,25 @@ async def _stream(
     generation = await stack.enter_async_context(edge.runtime.generate(call.request))
     meter = stack.enter_context(edge.metrics.measure(route, started))
     keepalive = edge.settings.keepalive_interval
-    return stream_response(EventStream(generation, shape(), meter, stack, keepalive))
+    response = stream_response(EventStream(generation, shape(), meter, stack, keepalive))
+    return with_warnings(response, generation.warnings)
 
 
 async def _collect(generation: GenerationLike, meter: Meter, shape: AnswerShape) -> msgspec.Struct:
     """Read a generation to its end. Raises the error that it failed with."""
     parts: dict[Channel, list[str]] = {channel: [] for channel in Channel}
+    scores: list[ScoredToken] = []
     while True:
         event = await generation.next_event()
         meter.saw(event)
         match event:
-            case TextDelta(channel, text):
+            case TextDelta(channel, text, scored):
                 parts[channel].append(text)
-            case Finished(reason, usage):
+                scores += scored
+            case Finished(reason, usage, scored):
                 content = "".join(parts[Channel.CONTENT])
                 reasoning = "".join(parts[Channel.REASONING])
-                return shape.answer(content, reasoning, reason, usage)
+                return shape.answer(content, reasoning, reason, usage, (*scores, *scored))
             case Failed(error):
                 raise error
             case _:

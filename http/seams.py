@@ -40,6 +40,11 @@ class GenerationLike(Protocol):
     @property
     def prompt_tokens(self) -> int: ...
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the client asked for and does not get, in words."""
+        ...
+
     async def next_event(self) -> GenerationEvent:
         """Wait for the next event; never called again after a terminal one.
 

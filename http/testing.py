@@ -69,7 +69,8 @@ class ScriptedGeneration:
 
     prompt_tokens = USAGE.prompt_tokens
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, warnings: tuple[str, ...] = ()) -> None:
+        self.warnings = warnings
         self._steps = list(script)
         self.events_read = 0
 
@@ -99,8 +100,8 @@ class ScriptedHealth:
 class ScriptedRuntime:
     """A runtime that plays scripts; counts what was entered and left.
 
-    ``script`` (says ``Hello`` if left out) is played by every generation; ``refuse`` is raised
-    instead, on entering.
+    ``script`` (says ``Hello`` if left out) is played by every generation, which has ``warnings``;
+    ``refuse`` is raised instead, on entering.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ScriptedRuntime:
         script: Script | Callable[[GenerationRequest], Script] | None = None,
         *,
         refuse: Exception | None = None,
+        warnings: tuple[str, ...] = (),
         model: ModelInfo | None = MODEL,
         read_timeout: float = 120.0,
     ) -> None:
@@ -123,6 +125,7 @@ class ScriptedRuntime:
         self._leaving = trio.lowlevel.ParkingLot()
         self._script = script if script is not None else said("Hello")
         self._refuse = refuse
+        self._warnings = warnings
 
     @property
     def active(self) -> int:
@@ -167,7 +170,7 @@ class ScriptedRuntime:
         if self._refuse is not None:
             raise self._refuse
         script = self._script(request) if callable(self._script) else self._script
-        generation = ScriptedGeneration(script)
+        generation = ScriptedGeneration(script, self._warnings)
         self.generations.append(generation)
         self.entered += 1
         try:

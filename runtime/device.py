@@ -12,13 +12,14 @@ they never visit the host in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NewType, Protocol, TypeAlias
 
 from .adapter_fit import AdapterTarget
 from .adapters import AdapterInfo
 from .requests import Sampling
+from .text.matching import TokenMatcher
 
 RowId = NewType("RowId", int)
 """A row; unique for the life of the process, so that no event of an old row is mistaken."""
@@ -100,6 +101,8 @@ class StartRow:
 
     ``adapters`` are revisions of mounted adapters, applied in this order; the source was computed
     with exactly the same. A row keeps them until it ends, mounted or not.
+
+    ``matcher`` says which tokens the answer may consist of; it belongs to the device from now on.
     """
 
     row: RowId
@@ -107,6 +110,7 @@ class StartRow:
     sampling: Sampling
     source: Source
     adapters: tuple[str, ...] = ()
+    matcher: TokenMatcher | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +153,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A row sampled a token."""
+    """A row sampled a token. ``ends``: its matcher says that nothing may come after it."""
 
     row: RowId
     token: int
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

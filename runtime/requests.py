@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from .errors import TroupeError
+from .grammars import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class GenerationRequest:
     ``max_tokens`` ``None`` runs to an end token or the end of the context window. ``stop`` are
     texts, cut from the output at the earliest match; ``stop_token_ids`` end like an end token.
     ``adapters`` are ids of mounted adapters, applied in this order; empty is the base model alone,
-    ``None`` the server's default.
+    ``None`` the server's default. ``grammar`` is what the answer must be; reasoning before it is
+    free.
     """
 
     prompt: Prompt
@@ -109,6 +111,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     adapters: tuple[str, ...] | None = None
+    grammar: Grammar | None = None
 
 
 class FinishReason(Enum):

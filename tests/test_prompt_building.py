@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from mlx_troupe.actors.grammars import GrammarTools
 from mlx_troupe.actors.request import LONG_PROMPT, TextTools
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.requests import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
@@ -45,7 +46,10 @@ def tools(tokenizer: WatchedTokenizer) -> TextTools:
     """The tools of a runtime around one tokenizer."""
     provenance = Provenance()
     defaults = SamplingDefaults.load(Settings(Path("/nowhere"), "none"))
-    return TextTools(tokenizer, PromptBuilder(tokenizer, provenance), provenance, defaults)
+    grammars = GrammarTools(tokenizer)
+    return TextTools(
+        tokenizer, PromptBuilder(tokenizer, provenance), provenance, defaults, grammars
+    )
 
 
 async def test_the_loop_never_waits_for_a_tokenizer_that_is_taken() -> None:

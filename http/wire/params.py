@@ -24,6 +24,7 @@ from mlx_troupe.runtime.requests import GenerationRequest, Prompt, SamplingReque
 
 from .adapters import to_adapters
 from .parsing import INT64
+from .structured import StructuredParams, to_grammar
 
 MAX_BIAS = 100.0
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
@@ -39,7 +40,7 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class GenerationParams(Struct, kw_only=True):
+class GenerationParams(StructuredParams, kw_only=True):
     """The shared fields as they come over the wire."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
@@ -91,6 +92,7 @@ def to_call(params: GenerationParams, prompt: Prompt, vocab_size: int | None) ->
         stop=to_stops(params.stop),
         stop_token_ids=check_ids(params.stop_token_ids or (), vocab_size, "stop_token_ids"),
         adapters=to_adapters(params.adapter, params.adapters),
+        grammar=to_grammar(params),
     )
     return Call(
         request=request,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,8 +47,10 @@ from ..requests import Sampling
 from ..settings import Dtype
 from .adapters import Adapters
 from .batch import why_not_batchable
-from .forward import Drawn, Fault, Forward
+from .drawing import Drawn, Fault
+from .forward import Forward
 from .lazy import ids_of
+from .masks import MaskMaker
 from .memory import MemoryLimits, give_back
 from .models import (
     Checkpoint,
@@ -66,6 +69,7 @@ MAX_UNDER_WAY = 2
 DECODES_PER_CLEARING = 256
 LONG_PREFILL = 512
 NOT_FINITE = "the model produced non-finite logits"
+NO_MATCH = "the answer's grammar could not be followed"
 
 
 @dataclass(slots=True)
@@ -114,6 +118,7 @@ class MLXDevice:
         self._adapters: Adapters | None = None
         self._forward: Forward | None = None
         self._make_forward: partial[Forward] | None = None
+        self._masks: MaskMaker | None = None
         self._vocab_size = 0
         self._settled = 0.0
         self._decodes = 0
@@ -165,23 +170,19 @@ class MLXDevice:
     def push(self) -> None:
         """Begin the draws of the step launched last."""
         if self._forward is not None:
-            self._forward.push()
+            faults = self._forward.push()
+            if faults:
+                self._fail(faults, self._steps[-1])
 
     def settle(self) -> StepDone:
         """Wait for the oldest step under way and return what came of it."""
         if not self._steps:
             raise RuntimeError("no step is under way")
         step = self._steps[0]
+        if any(drawn.reported is None for drawn in step.drawn):
+            self.push()
         mx.eval(step.fences)
-        sampled: list[Sampled] = []
-        for drawn in step.drawn:
-            for row, token in zip(drawn.rows, ids_of(drawn.reported), strict=True):
-                if row.failed:
-                    continue
-                if token < 0:
-                    step.failed.append(self._evict(row, NOT_FINITE))
-                else:
-                    sampled.append(Sampled(row.id, token))
+        sampled = [token for drawn in step.drawn for token in self._read(drawn, step)]
         self._steps.popleft()
         self._clear_buffers(step)
         now = time.perf_counter()
@@ -235,6 +236,8 @@ class MLXDevice:
         self._rows.clear()
         self._steps.clear()
         self._forward = self._make_forward = self._states = self._adapters = self._model = None
+        if self._masks is not None:
+            self._masks.close()
         self._limits.restore()
         give_back()
 
@@ -279,10 +282,12 @@ class MLXDevice:
         self._vocab_size = self._model(mx.array([[0]]), cache=caches).shape[-1]
         self._adapters = Adapters(self._model, together=together)
         self._states = States(self._model, self._vocab_size, self._adapters)
+        self._masks = MaskMaker(self._vocab_size)
         self._make_forward = partial(
             Forward,
             self._model,
             Sampler(self._vocab_size, eos | self._xtc_exempt),
+            self._masks,
             self._adapters,
             together=together,
             ragged=ragged,
@@ -345,6 +350,21 @@ class MLXDevice:
             step.drawn, faults = forward.decode(known)
             self._decodes += 1
             self._fail(faults, step)
+
+    def _read(self, drawn: Drawn, step: _Step) -> Iterator[Sampled]:
+        assert drawn.reported is not None
+        for row, token in zip(drawn.rows, ids_of(drawn.reported), strict=True):
+            if row.failed:
+                continue
+            if token < 0:
+                step.failed.append(self._evict(row, NOT_FINITE))
+                continue
+            try:
+                ends = row.follow(token)
+            except Exception as error:
+                step.failed.append(self._evict(row, f"{NO_MATCH}: {error}"))
+                continue
+            yield Sampled(row.id, token, ends)
 
     def _fail(self, faults: list[Fault], step: _Step) -> None:
         step.failed += [self._evict(row, reason) for row, reason in faults]

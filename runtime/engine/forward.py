@@ -10,7 +10,6 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,21 +18,12 @@ from mlx.nn import Module
 from ..device import RowId
 from .adapters import Adapters
 from .batch import RowBatch
+from .drawing import Drawing, Drawn, Fault
 from .lazy import fence, start
+from .masks import MaskMaker
 from .rows import Row, next_inputs
 from .sampling import Sampler
 from .snapshots import CannotCut, arrays_of, compact
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Tokens under way: ``reported`` int32 [B] holds one for each of ``rows``, -1 = not finite."""
-
-    rows: tuple[Row, ...]
-    reported: mx.array
-
-
-Fault = tuple[Row, str]
 
 PASS_IN_TOKENS = 32
 """Padding that costs no more than another pass over the weights would."""
@@ -52,6 +42,7 @@ class Forward:
         self,
         model: Module,
         sampler: Sampler,
+        masks: MaskMaker,
         adapters: Adapters,
         *,
         together: bool,
@@ -59,13 +50,12 @@ class Forward:
     ) -> None:
         self._model: Any = model
         self._adapters = adapters
-        self._sampler = sampler
+        self._drawing = Drawing(sampler, masks)
         self._together = together
         self._ragged = ragged
         self._batch: Any = RowBatch(model) if together else None
         self._batched: dict[RowId, Row] = {}
         self._homes: dict[RowId, Any] = {}
-        self._unstarted: list[mx.array] = []
 
     @property
     def num_batched(self) -> int:
@@ -138,11 +128,9 @@ class Forward:
             faults += failed
         return done, faults
 
-    def push(self) -> None:
-        """Start the draws that were built."""
-        unstarted, self._unstarted = self._unstarted, []
-        if unstarted:
-            start(unstarted)
+    def push(self) -> list[Fault]:
+        """Start the draws; the tokens of the step before are known. Returns rows that failed."""
+        return self._drawing.push()
 
     def _prefill_groups(self, chunks: Sequence[tuple[Row, int]]) -> list[list[tuple[Row, int]]]:
         if not self._ragged or len(chunks) < 2:
@@ -265,16 +253,7 @@ class Forward:
     ) -> tuple[Drawn, list[Fault]]:
         for row in rows:
             row.advance(1)
-        draws = self._sampler.draw(
-            logits[:, -1, :], [r.sampler for r in rows], [r.processed for r in rows], inputs
-        )
-        self._unstarted += [draws.tokens, draws.reported, *state]
-        if mx.default_device() == mx.gpu:
-            self.push()
-        for place, row in enumerate(rows):
-            row.pending = (draws.tokens, place)
-        faults = [(rows[place], reason) for place, reason in draws.faults.items()]
-        return Drawn(tuple(rows), draws.reported), faults
+        return self._drawing.draw(rows, inputs, logits[:, -1, :], state)
 
 
 def _lone_caches(row: Row) -> list[Any]:

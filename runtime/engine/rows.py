@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..device import RowId
+from ..text.matching import TokenMatcher
 from .adapters import Chain
 from .sampling import RowSampler
 from .snapshots import CannotCut, cut, hold, is_cuttable, step_back
@@ -30,6 +31,7 @@ class Row:
         processed: tokens in the state, including what is under way.
         adapters: what it adds to the model's layers, in order; none once the row is dropped.
         pending: array and place of the token drawn last, None before the first draw.
+        matcher: says what may be drawn; None for free text and once the text is complete.
         failed: the row was evicted; whatever is still under way for it is ignored.
     """
 
@@ -39,6 +41,7 @@ class Row:
     caches: list[Any] | None
     processed: int = 0
     pending: tuple[mx.array, int] | None = None
+    matcher: TokenMatcher | None = None
     adapters: Chain = ()
     failed: bool = False
     _before: list[Any] | None = field(default=None, repr=False)
@@ -62,6 +65,16 @@ class Row:
     def advance(self, count: int) -> None:
         """``count`` more tokens are in the state."""
         self.processed += count
+
+    def follow(self, token: int) -> bool:
+        """A token was drawn; True if the row's grammar says that nothing may come after it.
+
+        Raises MatchFailed.
+        """
+        if self.matcher is None or not self.matcher.take(token):
+            return False
+        self.matcher = None
+        return True
 
     def remember(self) -> None:
         """Before a decode: hold on to what it is going to replace, where that costs no copy."""

@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..requests import Sampling
+from .masks import Masks, penalties
 
 COLDEST = 1e-5
 """Below this a temperature is argmax: the noise could only decide between float32 neighbours."""
@@ -94,6 +95,7 @@ class Sampler:
         rows: Sequence[RowSampler],
         positions: Sequence[int],
         inputs: mx.array,
+        masks: Masks | None = None,
     ) -> Draws:
         """One token a row.
 
@@ -102,11 +104,13 @@ class Sampler:
             rows: the B samplers in the order of the batch.
             positions: tokens (prompt and generated) that each row holds at this draw.
             inputs: [B] the tokens that made these logits.
+            masks: tokens that the rows' grammars allow; applied after the processors.
         """
         faults: dict[int, str] = {}
         if any(r.processes for r in rows):
             logits = _process(logits, rows, inputs, faults)
-        tokens = self._choose(logits, rows, positions)
+        allowed = logits if masks is None else logits + penalties(masks, logits)
+        tokens = self._choose(allowed, rows, positions)
         # The maximum of a row that holds a NaN is NaN.
         finite = mx.isfinite(mx.max(logits, axis=-1))
         reported = mx.where(finite, tokens.astype(mx.int32), -1)

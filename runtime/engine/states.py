@@ -76,7 +76,7 @@ class States:
         sampler = RowSampler(start.sampling, start.ids, self._vocab_size)
         adapters = self._adapters.chain(start.adapters)
         caches, length = self._source(start, rows, forward)
-        row = Row(start.row, start.ids, sampler, caches, processed=length)
+        row = Row(start.row, start.ids, sampler, caches, processed=length, matcher=start.matcher)
         row.adapters = adapters
         return row
 

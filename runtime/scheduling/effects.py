@@ -5,12 +5,13 @@ The core never sends, waits or looks at a clock; each of its methods returns a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..device import RowId, SnapshotId
 from ..prefix.entries import Kind, LeaseId
 from ..requests import FinishReason, Sampling
+from ..text.matching import TokenMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class RowSpec:
     ``limit`` is the most tokens to generate, at least 1, already within the context window.
     ``stop_ids`` end the row like the model's own end tokens. ``adapters`` are ids, applied in this
     order; None leaves them to the server. Which revisions they stand for is decided when the row
-    leaves the queue.
+    leaves the queue. ``matcher`` restricts the text, and ends the row where nothing may follow.
     """
 
     row: RowId
@@ -29,6 +30,7 @@ class RowSpec:
     limit: int
     stop_ids: frozenset[int] = frozenset()
     adapters: tuple[str, ...] | None = None
+    matcher: TokenMatcher | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

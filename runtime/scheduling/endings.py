@@ -25,7 +25,7 @@ def take_token(row: Row, sampled: Sampled, eos_ids: frozenset[int]) -> tuple[Row
         return ()
     row.generated.append(token)
     made = TokenMade(row.id, token)
-    if _is_end(row, [token], eos_ids):
+    if sampled.ends or _is_end(row, [token], eos_ids):
         return made, end(row, FinishReason.STOP)
     if len(row.generated) >= row.spec.limit:
         return made, end(row, FinishReason.LENGTH)

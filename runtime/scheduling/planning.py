@@ -152,7 +152,12 @@ class Planner:
             self.shared_tokens += choice.length
         row.hit = None
         return StartRow(
-            row.id, row.spec.prompt, row.spec.sampling, choice.source, adapters=row.adapters
+            row.id,
+            row.spec.prompt,
+            row.spec.sampling,
+            choice.source,
+            adapters=row.adapters,
+            matcher=row.spec.matcher,
         )
 
     def _prefill(

@@ -34,6 +34,14 @@ def shapes(messages: Messages) -> Iterator[Messages]:
             yield last
 
 
+def with_instruction(messages: Messages, text: str) -> Messages:
+    """The messages with one more instruction in front, after the system message's own."""
+    if messages and messages[0].role in ("system", "developer"):
+        first = replace(messages[0], content=messages[0].content + _JOINT + text)
+        return (first, *messages[1:])
+    return (Message("system", text), *messages)
+
+
 def has_scattered_system(messages: Messages) -> bool:
     """Whether a system message stands anywhere but in front: some templates lose such a one."""
     return any(m.role == "system" for m in messages[1:])

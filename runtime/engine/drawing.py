@@ -1,0 +1,107 @@
+"""From a forward pass's logits to tokens under way, for free rows and for rows with a grammar.
+
+Owns what was built and is not started yet. Runs on the device thread and waits for nothing but
+masks. A batch of free rows is drawn with its launch. In a batch with a grammar the draw waits for
+the push: by then the tokens of the step before are known, and the masks are made while the forward
+pass runs, which on a GPU began with the launch. Knows no plans, no steps and no caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .lazy import start
+from .masks import MaskMaker, Masks
+from .rows import Row
+from .sampling import Sampler
+
+Fault = tuple[Row, str]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens under way: ``reported`` int32 [B] holds one for each of ``rows``, -1 = not finite.
+
+    None until the push where the draw waits for it.
+    """
+
+    rows: tuple[Row, ...]
+    reported: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Undrawn:
+    drawn: Drawn
+    logits: mx.array
+    inputs: mx.array
+    positions: tuple[int, ...]
+    state: list[mx.array]
+
+
+class Drawing:
+    """Draws the tokens of one forward's rows."""
+
+    def __init__(self, sampler: Sampler, masks: MaskMaker) -> None:
+        self._sampler = sampler
+        self._masks = masks
+        self._undrawn: list[_Undrawn] = []
+        self._unstarted: list[mx.array] = []
+
+    def draw(
+        self, rows: Sequence[Row], inputs: mx.array, logits: mx.array, state: list[mx.array]
+    ) -> tuple[Drawn, list[Fault]]:
+        """One token a row, from ``logits`` [B, V] that the tokens ``inputs`` [B] made.
+
+        ``state`` is what the forward pass leaves behind, computed along with the tokens. The faults
+        of a draw that waits come from :meth:`push`.
+        """
+        positions = tuple(row.processed for row in rows)
+        undrawn = _Undrawn(Drawn(tuple(rows)), logits, inputs, positions, state)
+        launches = mx.default_device() == mx.gpu
+        if any(row.matcher is not None for row in rows):
+            self._undrawn.append(undrawn)
+            if launches:
+                start([logits, *state])
+            return undrawn.drawn, []
+        faults = self._sample(undrawn)
+        if launches:
+            self._start()
+        return undrawn.drawn, faults
+
+    def push(self) -> list[Fault]:
+        """Build the draws that waited for it, and start all that were built."""
+        undrawn, self._undrawn = self._undrawn, []
+        making = [self._begin_masks(u.drawn.rows) for u in undrawn]
+        if undrawn and mx.default_device() == mx.cpu:
+            # Computes the forward pass here and now, beside the masks.
+            start([array for u in undrawn for array in (u.logits, *u.state)])
+        faults: list[Fault] = []
+        for waiting, made in zip(undrawn, making, strict=True):
+            faults += self._sample(waiting, None if made is None else made.result())
+        self._start()
+        return faults
+
+    def _begin_masks(self, rows: Sequence[Row]) -> Future[Masks] | None:
+        matchers = [None if row.failed else row.matcher for row in rows]
+        return None if all(m is None for m in matchers) else self._masks.begin(matchers)
+
+    def _start(self) -> None:
+        unstarted, self._unstarted = self._unstarted, []
+        if unstarted:
+            start(unstarted)
+
+    def _sample(self, undrawn: _Undrawn, masks: Masks | None = None) -> list[Fault]:
+        rows = undrawn.drawn.rows
+        draws = self._sampler.draw(
+            undrawn.logits, [r.sampler for r in rows], undrawn.positions, undrawn.inputs, masks
+        )
+        self._unstarted += [draws.tokens, draws.reported, *undrawn.state]
+        for place, row in enumerate(rows):
+            row.pending = (draws.tokens, place)
+        undrawn.drawn.reported = draws.reported
+        faults = draws.faults if masks is None else draws.faults | masks.faults
+        return [(rows[place], reason) for place, reason in faults.items() if not rows[place].failed]

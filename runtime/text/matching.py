@@ -1,0 +1,249 @@
+"""Grammars made ready for one tokenizer, and a row's place in one.
+
+Owns the grammar engine (llguidance) and the grammars compiled last. Compiling takes milliseconds
+for an ordinary schema and a second for a monstrous one, without the interpreter's lock: it runs on
+a worker thread, several at a time. A :class:`TokenMatcher` belongs to one row and moves with it to
+the device's thread. Knows no request and no MLX.
+
+The engine is shown the bytes that the detokenizer will spell, token by token, so what it allows is
+what the client reads. It never asks the tokenizer anything afterwards: masks are made while the
+device waits, and a prompt being encoded may hold the tokenizer for longer than a step takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import TYPE_CHECKING, Any, assert_never
+
+from ..grammars import (
+    MAX_WHITESPACE,
+    ChoiceGrammar,
+    ContextFreeGrammar,
+    Grammar,
+    JsonGrammar,
+    RegexGrammar,
+)
+from .schemas import check_schema
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEPT = 64
+"""Compiled grammars that are remembered: programs send the same schema again and again."""
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+
+
+class CannotCompile(Exception):
+    """A grammar that the engine cannot turn into masks; the text is fit for a client."""
+
+
+class MatchFailed(Exception):
+    """A row's matcher gave up: a limit of the engine, or a token that it had not allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How an answer may begin with a reasoning block, to which the grammar does not apply.
+
+    ``opened``: the prompt opened the block already, so the answer begins inside it.
+    """
+
+    start: str
+    end: str
+    opened: bool
+
+
+class TokenMatcher:
+    """Follows one row's tokens through its grammar. One owner, one thread at a time."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: LLMatcher) -> None:
+        self.engine = engine
+
+    def take(self, token: int) -> bool:
+        """Follow a token; True when the text is complete and nothing may come after it.
+
+        Raises MatchFailed.
+        """
+        if not self.engine.consume_token(token):
+            raise MatchFailed(self.fault or "the token does not continue the text")
+        return self.engine.is_stopped()
+
+    def allowed(self) -> tuple[int, ...]:
+        """All tokens that may come next, in ascending order. Raises MatchFailed."""
+        if self.fault:
+            raise MatchFailed(self.fault)
+        mask = int.from_bytes(self.engine.compute_bitmask(), "little")
+        return tuple(token for token in range(mask.bit_length()) if mask >> token & 1)
+
+    @property
+    def fault(self) -> str:
+        """Why no more masks can be made, or nothing."""
+        return _first_line(self.engine.get_error()) if self.engine.is_error() else ""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and one model. Any thread may call it.
+
+    ``vocab_size`` counts the model's logits, which may be more than the tokenizer's ids; end tokens
+    are the tokenizer's and ``eos_ids``, and are allowed exactly where the text may end.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: AbstractSet[int] = frozenset()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(i for i in eos_ids | tokenizer.eos_ids if i < vocab_size)
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[Grammar, Reasoning | None], LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar, reasoning: Reasoning | None = None) -> TokenMatcher:
+        """A matcher at the beginning of an answer.
+
+        Raises:
+            InvalidRequest: the grammar holds a schema that is none.
+            CannotCompile: it is beyond the engine, or no text can satisfy it.
+        """
+        key = (replace(grammar, param=""), reasoning)
+        with self._lock:
+            if (known := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+                return TokenMatcher(known.deep_copy())
+        made = self._compile(grammar, reasoning)
+        with self._lock:
+            self._compiled[key] = made
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return TokenMatcher(made.deep_copy())
+
+    def _compile(self, grammar: Grammar, reasoning: Reasoning | None) -> LLMatcher:
+        # Imported when the first grammar comes: a server that never sees one starts sooner.
+        from llguidance import LLMatcher, LLParserLimits
+
+        source = _source(grammar, reasoning)
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._known_vocabulary(), source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise CannotCompile(_first_line(matcher.get_error()))
+        # The first mask shows whether any text can begin at all.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise CannotCompile("no text satisfies it")
+        return matcher
+
+    def _known_vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        table = self._tokenizer.table
+        if table is None:
+            raise CannotCompile("this model's tokenizer does not spell its tokens one by one")
+        if not self._eos_ids:
+            raise CannotCompile("this model has no end token")
+        spelled: list[bytes] = [b""] * self._vocab_size
+        for token, piece in enumerate(table.pieces[: self._vocab_size]):
+            if token not in self._eos_ids and not self._tokenizer.is_special(token):
+                spelled[token] = piece
+        wrapper: Any = _Vocabulary(spelled, self._eos_ids[0])
+        return LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+
+
+class _Vocabulary:
+    """What the engine reads of a tokenizer, once."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokens: list[bytes], eos: int) -> None:
+        self.tokens = tokens
+        self.eos_token_id = eos
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Encode forced text; the engine then goes on without, and here it forces none."""
+        return []
+
+
+def _source(grammar: Grammar, reasoning: Reasoning | None) -> str:
+    """The engine's own description: the text's beginning, and the grammar as its body."""
+    head = [_OPTIONS, "start: @body"]
+    if reasoning is not None:
+        head = [_OPTIONS, _start_with(reasoning)]
+    grammars = [{"lark_grammar": "".join(head)}, {"name": "body", **_body(grammar, reasoning)}]
+    return json.dumps({"grammars": grammars})
+
+
+def _start_with(reasoning: Reasoning) -> str:
+    start, end = json.dumps(reasoning.start), json.dumps(reasoning.end)
+    opening = "start: block @body\nblock: thought blanks\n"
+    if not reasoning.opened:
+        opening = f"start: @body | block @body\nblock: blanks {start} thought blanks\n"
+    return f"{opening}thought[suffix={end}]: /(?s:.*)/\nblanks: /[ \\t\\r\\n]*/\n"
+
+
+def _body(grammar: Grammar, reasoning: Reasoning | None) -> Mapping[str, object]:
+    match grammar:
+        case JsonGrammar():
+            return {"json_schema": _schema(grammar)}
+        case RegexGrammar(pattern=pattern):
+            return {"lark_grammar": _OPTIONS + _regex(pattern, reasoning)}
+        case ChoiceGrammar(choices=choices):
+            listed = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            return {"lark_grammar": f"{_OPTIONS}start: {listed}\n"}
+        case ContextFreeGrammar(text=text):
+            return {"lark_grammar": _OPTIONS + _lark(text)}
+        case _:
+            assert_never(grammar)
+
+
+def _schema(grammar: JsonGrammar) -> Mapping[str, object]:
+    schema: dict[str, Any] = json.loads(grammar.schema)
+    check_schema(schema, grammar.param)
+    # Set here in any case: among the engine's own options is one to ignore what it cannot do.
+    options: dict[str, object] = {"whitespace_flexible": False}
+    if grammar.whitespace_pattern is not None:
+        options = {"whitespace_pattern": grammar.whitespace_pattern}
+    elif grammar.any_whitespace:
+        options = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}
+    return {**schema, "x-guidance": options}
+
+
+def _regex(pattern: str, reasoning: Reasoning | None) -> str:
+    from llguidance import regex_to_lark
+
+    text = f"/{regex_to_lark(pattern, '')}/"
+    if reasoning is None or reasoning.opened:
+        return f"start: {text}\n"
+    # An answer that begins like a reasoning block is one, whatever the pattern would allow.
+    marker = regex_to_lark("".join(f"\\x{{{ord(c):x}}}" for c in reasoning.start), "")
+    return f"start: TEXT\nTEXT: {text} & ~/[ \\t\\r\\n]*{marker}(?s:.*)/ & /(?s:.*)/\n"
+
+
+def _lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # a converter of free text, without an error class of its own
+        raise CannotCompile(_first_line(str(error))) from error
+
+
+def _first_line(message: str) -> str:
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip(" ^")]
+    # Errors in regular expressions say what is wrong at the end, below a picture of it.
+    told = [line for line in lines if line.startswith("error:")] or lines
+    return told[0].removeprefix("error: ")[:200] if told else "unknown reason"
