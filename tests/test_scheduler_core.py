@@ -227,6 +227,35 @@ def test_a_leader_with_a_short_rest_is_not_stopped() -> None:
     assert rig.cached(follower) == 300
 
 
+@pytest.mark.parametrize("model", [RECURRENT, ROTATING], ids=["recurrent", "rotating"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_that_cannot_be_cut_share_at_exact_boundaries(model: ModelInfo, cached: bool) -> None:
+    """One template, equal prompts among them: its state is computed once, each prompt once."""
+    rig = Rig(model, endless, batch=8, queue=8, budget=100_000 if cached else 0)
+    shared = ramp(300)
+    for i in (2, 3, 2, 4, 2, 3):
+        rig.submit((*shared, *ramp(40, i)))
+    rig.drain()
+    assert rig.core.stats().prefilled_tokens == 300 + 3 * 39
+    assert rig.core.stats().shared_tokens == 2 * 300 + 3 * 339
+
+
+def test_a_leader_past_what_is_shared_is_not_waited_for() -> None:
+    """A state that cannot be cut and is already longer serves nobody: the row starts at once."""
+    rig = Rig(RECURRENT, endless, prefill_token_seconds=0.01)
+    rig.submit(ramp(10, 9), limit=200)
+    rig.step()
+    shared = ramp(100)
+    rig.submit((*shared, *ramp(900, 2)))
+    while max(len(row.state) for row in rig.device.rows.values()) <= 100:
+        rig.step()
+    late = rig.submit((*shared, *ramp(50, 3)))
+    assert late is not None
+    while rig.lookups:
+        rig.answer()
+    assert late in [start.row for plan in rig.plan() for start in plan.start]
+
+
 def test_an_interrupted_leader_hands_over_what_it_has() -> None:
     """A row that waits for a prefix in prefill loses nothing when its leader is cancelled."""
     rig = Rig(script=endless, prefill_token_seconds=0.01)

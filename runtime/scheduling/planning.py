@@ -82,7 +82,7 @@ class Planner:
         starts, started, waits = self._starts(rows, model)
         ends = tuple(row.id for row in rows if row.phase is Phase.ENDING)
         prefill = self._prefill(rows, model, waits)
-        decode = self._decode(rows, model)
+        decode = self._decode(rows, model, waits)
         if not (keeps or starts or ends or prefill or decode):
             return None
         plan = StepPlan(
@@ -189,13 +189,18 @@ class Planner:
         less = min(budget, self._sizer.budget(pending=len(pending), running=1))
         return less if short[0].remaining <= less // 2 else budget
 
-    def _decode(self, rows: list[Row], model: ModelInfo) -> list[Row]:
+    def _decode(
+        self, rows: list[Row], model: ModelInfo, waits: dict[RowId, list[int]]
+    ) -> list[Row]:
         chosen: list[Row] = []
         for row in rows:
             if row.phase is not Phase.DECODE or row.launched_tokens >= row.spec.limit:
                 continue
             if row.keep_prompt:
                 # The prompt's state is copied at the head of the next step, before it changes.
+                continue
+            if row.processed in waits.get(row.id, ()) and not model.can_trim(row.processed + 1):
+                # Who waits for the prompt's state takes it at the head of the next step.
                 continue
             if not self._reserve.grants(row, rows):
                 continue

@@ -164,7 +164,8 @@ def choose_source(
         return best
     for donor in _soon(row, donors, best.length):
         later = min(shared_length(row.ids, donor.ids), row.prompt_goal, donor.prompt_goal)
-        reachable = trim_window is None or later <= trim_window
+        # A state that cannot be cut is forked the moment it is as long as what is shared.
+        reachable = trim_window is None or later <= trim_window or donor.processed < later
         if reachable and later >= max(best.wait_length + 1, best.length + MIN_SHARED):
             best = replace(best, wait_for=donor.id, wait_length=later)
     return best
