@@ -15,7 +15,7 @@ class Outbox:
     """Pieces of text by channel, then one terminal event."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[TextDelta, list[str]]] = []
+        self._parts: list[tuple[TextDelta, list[TextDelta]]] = []
         self._end: Finished | Failed | None = None
         self._wake = trio.Event()
         self._waiting_since: float | None = None
@@ -23,9 +23,9 @@ class Outbox:
     def put(self, delta: TextDelta) -> None:
         """Add text; joined to the last piece when both are of one channel."""
         if self._parts and self._parts[-1][0].channel is delta.channel:
-            self._parts[-1][1].append(delta.text)
+            self._parts[-1][1].append(delta)
         else:
-            self._parts.append((delta, [delta.text]))
+            self._parts.append((delta, [delta]))
         if self._waiting_since is None:
             self._waiting_since = trio.current_time()
         self._wake.set()
@@ -51,6 +51,7 @@ class Outbox:
             first, pieces = self._parts.pop(0)
             # Whoever reads is there: what is left has begun to wait now.
             self._waiting_since = trio.current_time() if self._parts else None
-            return TextDelta(first.channel, "".join(pieces))
+            text = "".join(piece.text for piece in pieces)
+            return TextDelta(first.channel, text, tuple(s for p in pieces for s in p.scores))
         assert self._end is not None
         return self._end

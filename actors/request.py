@@ -30,6 +30,8 @@ from mlx_troupe.runtime.requests import (
     FinishReason,
     GenerationRequest,
     Prompt,
+    ScoredToken,
+    TextDelta,
     TextPrompt,
     TokenPrompt,
     Usage,
@@ -47,6 +49,7 @@ from mlx_troupe.runtime.text.matching import CannotCompile, Reasoning, TokenMatc
 from mlx_troupe.runtime.text.messages import with_instruction
 from mlx_troupe.runtime.text.prompts import BuiltPrompt, PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
+from mlx_troupe.runtime.text.scores import scored_token
 from mlx_troupe.runtime.text.stream import TextStream
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
@@ -121,6 +124,7 @@ class RequestActor:
         self._scope = trio.CancelScope()
         self._lane = "batched"
         self._completion = 0
+        self._scores: list[ScoredToken] = []
         self._prompt_tokens = 0
         self._served = False
 
@@ -174,6 +178,7 @@ class RequestActor:
             stop_ids,
             adapters=self._request.adapters,
             matcher=matcher,
+            logprobs=self._request.logprobs,
         )
         # The buffer is the reservation: one Started, one event a token, one end.
         send, receive = trio.open_memory_channel[RowEvent](limit + 2)
@@ -227,10 +232,11 @@ class RequestActor:
                 case Started(_, cached, lane):
                     self.cached_tokens = cached
                     self._lane = lane
-                case TokenMade(_, token):
+                case TokenMade(_, token, figures):
                     self._completion += 1
-                    for delta in stream.feed(token):
-                        self.outbox.put(delta)
+                    if figures is not None:
+                        self._scores.append(scored_token(self._tools.tokenizer, token, figures))
+                    self._put(stream.feed(token))
                     if stream.stopped:
                         self._finish(stream, FinishReason.STOP)
                         return
@@ -247,8 +253,7 @@ class RequestActor:
         raise GenerationFailed("the row ended without a word")
 
     def _finish(self, stream: TextStream, reason: FinishReason) -> None:
-        for delta in stream.finish():
-            self.outbox.put(delta)
+        self._put(stream.finish())
         if stream.stopped:
             reason = FinishReason.STOP
         self._served = True
@@ -256,7 +261,12 @@ class RequestActor:
         if ids:
             self._tools.provenance.remember(stream.content_text, ids)
         usage = Usage(self._prompt_tokens, self._completion, self.cached_tokens or 0, self._lane)
-        self.outbox.end(Finished(reason, usage))
+        self.outbox.end(Finished(reason, usage, tuple(self._scores)))
+
+    def _put(self, deltas: tuple[TextDelta, ...]) -> None:
+        for delta in deltas:
+            scores, self._scores = tuple(self._scores), []
+            self.outbox.put(replace(delta, scores=scores) if scores else delta)
 
     def _check_reader(self) -> None:
         if self.outbox.unread_for() > self._settings.read_timeout:

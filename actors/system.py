@@ -36,6 +36,7 @@ from .generation import Generation, Health
 from .gpu import GpuActor, GpuView
 from .grammars import GrammarTools
 from .kvcache import KVCacheActor
+from .loading import TokenizerSource
 from .mailbox import Mailbox
 from .messages import CacheMessage, Clear, GpuCommand, SchedulerMessage
 from .reply import Bell, Reply
@@ -343,26 +344,25 @@ async def open_runtime(
     Raises:
         ModelError and others, in a group, out of the block: what ended the company.
     """
+    source = TokenizerSource(settings, tokenizer)
     if device is None and worker is None:
         import_engine()
         from mlx_troupe.runtime.engine.executor import MLXDevice
 
         device = MLXDevice(
-            settings.model, name=settings.name, dtype=settings.dtype, batch=settings.batch
+            settings.model,
+            name=settings.name,
+            dtype=settings.dtype,
+            batch=settings.batch,
+            xtc_exempt=source.line_breaks,
         )
-    if tokenizer is None:
-        from mlx_troupe.runtime.engine.tokenizer import load_tokenizer
-
-        def tokenizer() -> Tokenizer:
-            return load_tokenizer(settings.model)
-
     if worker is None:
         assert device is not None
         worker = ThreadWorker(device)
     async with trio.open_nursery() as nursery:
         runtime = Runtime(settings, worker, nursery)
         nursery.start_soon(runtime.supervisor.run)
-        nursery.start_soon(runtime.load_text, tokenizer)
+        nursery.start_soon(runtime.load_text, source.tokenizer or source.load)
         try:
             yield runtime
         finally:

@@ -33,6 +33,7 @@ from mlx_troupe.runtime.device import (
     StartRow,
     StepDone,
     StepPlan,
+    TokenLogprobs,
 )
 from mlx_troupe.runtime.text.matching import MatchFailed, TokenMatcher
 
@@ -58,11 +59,20 @@ class ScriptedRow:
     adapters: tuple[str, ...] = ()
     matcher: TokenMatcher | None = None
     sampled: list[int] = field(default_factory=list)
+    logprobs: int | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
         """Prompt and everything sampled."""
         return self.prompt + tuple(self.sampled)
+
+    def figures(self, token: int, vocab_size: int) -> TokenLogprobs | None:
+        """A token's log-probability is its place in the answer, below 0; others follow by 0.5."""
+        if self.logprobs is None:
+            return None
+        chosen = -1.0 - len(self.sampled)
+        others = [(token + n) % vocab_size for n in range(self.logprobs)]
+        return TokenLogprobs(chosen, tuple((i, chosen - n / 2) for n, i in enumerate(others)))
 
     def follow(self, token: int) -> tuple[int, bool]:
         """The first allowed token from ``token`` on, around the vocabulary; whether it ends all."""
@@ -274,7 +284,9 @@ class ScriptedDevice:
             raise ContractBroken(f"row {start.row} starts from a state that is not its prefix")
         if made_with != start.adapters:
             raise ContractBroken(f"row {start.row} starts from a state of other adapters")
-        self.rows[start.row] = ScriptedRow(start.ids, state, start.adapters, start.matcher)
+        self.rows[start.row] = ScriptedRow(
+            start.ids, state, start.adapters, start.matcher, logprobs=start.logprobs
+        )
 
     def _cut(self, state: tuple[int, ...], length: int) -> tuple[int, ...]:
         if length > len(state):
@@ -317,7 +329,7 @@ class ScriptedDevice:
             return
         row.state = row.ids
         row.sampled.append(token)
-        sampled.append(Sampled(row_id, token, ends))
+        sampled.append(Sampled(row_id, token, ends, row.figures(token, self.model.vocab_size)))
 
 
 class InlineWorker:

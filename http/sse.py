@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AsyncExitStack
     from types import TracebackType
 
-    from mlx_troupe.runtime.requests import FinishReason, Usage
+    from mlx_troupe.runtime.requests import Usage
 
     from .metrics import Meter
     from .seams import GenerationLike
@@ -51,7 +51,7 @@ class ChunkShape(Protocol):
 
     def delta(self, event: TextDelta) -> msgspec.Struct: ...
 
-    def closing(self, reason: FinishReason) -> msgspec.Struct: ...
+    def closing(self, finished: Finished) -> msgspec.Struct: ...
 
     def trailer(self, usage: Usage) -> msgspec.Struct | None:
         """The usage chunk after the closing one; None = not asked for."""
@@ -134,7 +134,7 @@ class EventStream(ResponseBody):
                 assert_never(happened)
 
     def _render_end(self, finished: Finished) -> bytes:
-        frames = [event(msgspec.json.encode(self._shape.closing(finished.reason)))]
+        frames = [event(msgspec.json.encode(self._shape.closing(finished)))]
         trailer = self._shape.trailer(finished.usage)
         if trailer is not None:
             frames.append(event(msgspec.json.encode(trailer)))

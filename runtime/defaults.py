@@ -12,9 +12,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from .device import ModelInfo
+from .budgets import room_for_answer
+from .device import MAX_LOGPROBS, ModelInfo
 from .errors import ContextLengthExceeded, InvalidRequest
-from .requests import GenerationRequest, Sampling, SamplingRequest
+from .requests import DEFAULT_HLG, GenerationRequest, Hlg, HlgRequest, Sampling, SamplingRequest
 from .settings import Settings
 
 MAX_STOPS = 16
@@ -30,6 +31,8 @@ class SamplingDefaults:
     top_p: float = 0.0
     top_k: int = 0
     min_p: float = 0.0
+    hlg: Hlg = DEFAULT_HLG
+    hlg_sampling: bool = False
 
     @classmethod
     def load(cls, settings: Settings) -> SamplingDefaults:
@@ -43,6 +46,8 @@ class SamplingDefaults:
             top_p=_number(read.get("top_p"), 0.0) if settings.top_p is None else settings.top_p,
             top_k=top_k if settings.top_k is None else settings.top_k,
             min_p=_number(read.get("min_p"), 0.0),
+            hlg=settings.hlg,
+            hlg_sampling=settings.hlg_sampling,
         )
 
 
@@ -65,9 +70,13 @@ def resolve_sampling(
         raise InvalidRequest(
             f"repetition_penalty must be over 0, got {repetition}", param="repetition_penalty"
         )
+    hlg = _curve(wanted.hlg, defaults)
+    if hlg is not None:
+        top_k = 0
+    top_p = _within("top_p", wanted.top_p, 0.0, 1.0, defaults.top_p)
     return Sampling(
         temperature=_within("temperature", wanted.temperature, 0.0, 5.0, defaults.temperature),
-        top_p=_within("top_p", wanted.top_p, 0.0, 1.0, defaults.top_p),
+        top_p=top_p if hlg is None else 0.0,
         top_k=0 if top_k < 0 or top_k >= model.vocab_size else top_k,
         min_p=_within("min_p", wanted.min_p, 0.0, 1.0, defaults.min_p),
         xtc_probability=_within("xtc_probability", wanted.xtc_probability, 0.0, 1.0, 0.0),
@@ -80,7 +89,23 @@ def resolve_sampling(
         presence_context_size=_window("presence", wanted.presence_context_size),
         frequency_penalty=_within("frequency_penalty", wanted.frequency_penalty, -2.0, 2.0, 0.0),
         frequency_context_size=_window("frequency", wanted.frequency_context_size),
+        hlg=hlg,
     )
+
+
+def _curve(wanted: HlgRequest | None, defaults: SamplingDefaults) -> Hlg | None:
+    """The curve that stands in for the temperature, None for none; its figures are checked."""
+    if wanted is None:
+        return defaults.hlg if defaults.hlg_sampling else None
+    base = defaults.hlg
+    curve = Hlg(
+        width=_within("hlg.width", wanted.width, 0, 100, base.width),
+        shoulder=_within("hlg.shoulder", wanted.shoulder, 0, 100, base.shoulder),
+        toe=_within("hlg.toe", wanted.toe, 0, 100, base.toe),
+        pivot_offset=_within("hlg.pivot_offset", wanted.pivot_offset, 0, 100, base.pivot_offset),
+    )
+    named = defaults.hlg_sampling or wanted != HlgRequest()
+    return curve if (named if wanted.enabled is None else wanted.enabled) else None
 
 
 def check_request(request: GenerationRequest) -> None:
@@ -91,6 +116,8 @@ def check_request(request: GenerationRequest) -> None:
         )
     if len(request.stop) > MAX_STOPS:
         raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs must be between 0 and {MAX_LOGPROBS}", param="logprobs")
     if any(not stop for stop in request.stop):
         raise InvalidRequest("a stop string must not be empty", param="stop")
 
@@ -106,7 +133,8 @@ def token_limit(
     """Most tokens to generate: the client's, the operator's and the window's least.
 
     Raises:
-        ContextLengthExceeded: the prompt alone fills the window; it names ``param``.
+        ContextLengthExceeded: the prompt alone fills the window, or a limit that the operator set;
+            it names ``param``.
     """
     window = model.context_window or UNKNOWN_WINDOW
     room = window - prompt_tokens
@@ -116,7 +144,8 @@ def token_limit(
             f"{window} tokens and at least one must be left for the answer",
             param=param,
         )
-    return min(n for n in (room, wanted, settings.max_tokens) if n is not None)
+    budget = room_for_answer(prompt_tokens, settings, model, param=param)
+    return min(n for n in (room, budget, wanted, settings.max_tokens) if n is not None)
 
 
 def _within(name: str, value: float | None, low: float, high: float, default: float = 0.0) -> float:

@@ -23,6 +23,8 @@ from .text.matching import TokenMatcher
 
 RowId = NewType("RowId", int)
 """A row; unique for the life of the process, so that no event of an old row is mistaken."""
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a row may ask for."""
 SnapshotId = NewType("SnapshotId", int)
 StepId = NewType("StepId", int)
 
@@ -103,6 +105,9 @@ class StartRow:
     with exactly the same. A row keeps them until it ends, mounted or not.
 
     ``matcher`` says which tokens the answer may consist of; it belongs to the device from now on.
+
+    ``logprobs`` asks for each token's log-probability and those of that many alternatives, at most
+    MAX_LOGPROBS; None = no figures.
     """
 
     row: RowId
@@ -111,6 +116,7 @@ class StartRow:
     source: Source
     adapters: tuple[str, ...] = ()
     matcher: TokenMatcher | None = field(default=None, compare=False)
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +158,28 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one drawn token and of the likeliest tokens in its place.
+
+    They are taken after logit bias, penalties and masks, before filters and temperature. ``top``
+    are pairs of an id and its figure in falling order; a figure may be -inf.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """A row sampled a token. ``ends``: its matcher says that nothing may come after it."""
+    """A row sampled a token. ``ends``: its matcher says that nothing may come after it.
+
+    ``logprobs`` is there for rows that asked.
+    """
 
     row: RowId
     token: int
     ends: bool = False
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

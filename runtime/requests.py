@@ -16,12 +16,45 @@ from .grammars import Grammar
 
 
 @dataclass(frozen=True, slots=True)
+class Hlg:
+    """A transfer curve for log-probabilities, in nats; stands in for temperature, top-p and top-k.
+
+    Around a pivot, ``pivot_offset`` below the best token, it is a straight line of slope
+    1/temperature; more than ``width`` above it a shoulder, below it a toe bend off
+    logarithmically. The smaller they are the stronger; 0 leaves that side straight.
+    """
+
+    width: float = 4.0
+    shoulder: float = 4.0
+    toe: float = 6.0
+    pivot_offset: float = 6.0
+
+
+DEFAULT_HLG = Hlg()
+
+
+@dataclass(frozen=True, slots=True)
+class HlgRequest:
+    """A curve as the client sent it: ``None`` means "the server's".
+
+    ``enabled`` left out is True where any figure is given, else the server's.
+    """
+
+    enabled: bool | None = None
+    width: float | None = None
+    shoulder: float | None = None
+    toe: float | None = None
+    pivot_offset: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Fully resolved sampling parameters of one row.
 
     ``temperature`` 0 means argmax. ``top_p`` outside (0, 1), ``min_p`` 0 and ``top_k`` 0 (or
     ≥ vocabulary) are off. ``seed`` is always set: the draw at token position *p* depends on
     ``(seed, p)`` alone, whatever shares the batch. Penalty windows count tokens; 0 = all.
+    With ``hlg`` top-p and top-k are off.
     """
 
     temperature: float = 0.0
@@ -38,6 +71,7 @@ class Sampling:
     presence_context_size: int = 20
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
+    hlg: Hlg | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +92,7 @@ class SamplingRequest:
     presence_context_size: int | None = None
     frequency_penalty: float | None = None
     frequency_context_size: int | None = None
+    hlg: HlgRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +137,8 @@ class GenerationRequest:
     texts, cut from the output at the earliest match; ``stop_token_ids`` end like an end token.
     ``adapters`` are ids of mounted adapters, applied in this order; empty is the base model alone,
     ``None`` the server's default. ``grammar`` is what the answer must be; reasoning before it is
-    free.
+    free. ``logprobs`` asks for each token's log-probability and that many alternatives' (at most
+    ``device.MAX_LOGPROBS``); None for none at all.
     """
 
     prompt: Prompt
@@ -112,6 +148,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     adapters: tuple[str, ...] | None = None
     grammar: Grammar | None = None
+    logprobs: int | None = None
 
 
 class FinishReason(Enum):
@@ -143,11 +180,38 @@ class Channel(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token and its log-probability, which may be -inf.
+
+    ``spelled`` are its bytes, which need not be whole characters; None for a special token, whose
+    ``text`` is not part of the answer.
+    """
+
+    id: int
+    text: str
+    spelled: bytes | None
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A generated token and the likeliest tokens in its place, in falling order."""
+
+    chosen: TokenScore
+    top: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text of one channel; never empty, never part of a character or of a stop string."""
+    """More text of one channel; never empty, never part of a character or of a stop string.
+
+    ``scores`` are those of all tokens since the last delta, if the request asked for any: tokens
+    without text of their own ride with the next that has some, the last ones with Finished.
+    """
 
     channel: Channel
     text: str
+    scores: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +220,7 @@ class Finished:
 
     reason: FinishReason
     usage: Usage
+    scores: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

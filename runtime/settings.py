@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from .requests import DEFAULT_HLG, Hlg
+
 Dtype: TypeAlias = Literal["auto", "keep", "float32", "bfloat16"]
 
 
@@ -30,6 +32,8 @@ class Settings:
         max_tokens: cap on every request's output; None = none.
         temperature, top_p, top_k: defaults for requests that leave them out; None = the model's
             generation_config.json, then 0.7 / off / off.
+        hlg: the curve of requests that ask for one without all of its figures.
+        hlg_sampling: requests that say nothing about it are sampled on that curve.
         step_timeout: seconds without a step's result before the device counts as hung.
         prefill_timeout: the same for prefill and warm-up.
         read_timeout: seconds that a client may read nothing while text waits for it.
@@ -49,6 +53,8 @@ class Settings:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    hlg: Hlg = DEFAULT_HLG
+    hlg_sampling: bool = False
     step_timeout: float = 60.0
     prefill_timeout: float = 600.0
     read_timeout: float = 120.0

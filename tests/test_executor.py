@@ -477,7 +477,7 @@ def test_a_row_that_cannot_go_on_fails_alone(
     def explode(self: RowSampler, *_: Any) -> mx.array:
         raise ValueError("boom")
 
-    monkeypatch.setattr(RowSampler, "process", explode)
+    monkeypatch.setattr(RowSampler, "recent", explode)
     chunks = tuple(PrefillRow(RowId(r), n) for r, n in ((17, 10), (19, 9), (98, 4)))
     driver.step(prefill=chunks, decode=(A, RowId(18), RowId(19), RowId(97)))
     driver.decode(TOKENS - 2, A)

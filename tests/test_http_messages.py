@@ -148,8 +148,14 @@ def test_bad_prompts(prompt: Any) -> None:
     assert caught.value.param == "prompt"
 
 
-def test_completion_logprobs_are_refused() -> None:
-    """``logprobs: 0`` asks for the chosen token's figure, so it is refused like any other."""
-    for value in (0, 10, -1):
-        with pytest.raises(Unsupported):
-            completion(logprobs=value)
+def test_completion_logprobs_are_a_number() -> None:
+    """0 asks for the chosen token's figure, more for that many alternatives, none for nothing."""
+    for value, wanted in ((None, None), (False, None), (True, 0), (0, 0), (11, 11)):
+        assert completion(logprobs=value).request.logprobs == wanted
+    for bad in (-1, 12, 2.5, "3", [1]):
+        with pytest.raises(InvalidRequest) as caught:
+            completion(logprobs=bad)
+        assert caught.value.param == "logprobs"
+    with pytest.raises(Unsupported) as refused:
+        completion(logprobs=1, top_logprobs=2)
+    assert refused.value.param == "top_logprobs"

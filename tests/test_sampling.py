@@ -14,14 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mlx_troupe.runtime.engine.sampling import Draws, RowSampler, Sampler, mix
-from mlx_troupe.runtime.requests import Sampling
+from mlx_troupe.runtime.engine.processors import Processors
+from mlx_troupe.runtime.engine.randomness import mix
+from mlx_troupe.runtime.engine.sampling import Draws, RowSampler, Sampler
+from mlx_troupe.runtime.engine.selection import DeviceKit, HostKit, Kit
+from mlx_troupe.runtime.requests import Hlg, Sampling
 
 VOCAB = tiny.VOCAB
 EXEMPT = frozenset({1, 7, 100_000})
 PROMPT = (3, 4, 5)
+KITS = (HostKit(), DeviceKit())
 
 pytestmark = pytest.mark.mlx
+on_both = pytest.mark.parametrize("kit", KITS, ids=["host", "device"])
 
 
 def logits_of(seed: int, spread: float = 3.0) -> mx.array:
@@ -29,17 +34,19 @@ def logits_of(seed: int, spread: float = 3.0) -> mx.array:
     return mx.random.normal((1, VOCAB), key=mx.random.key(seed)) * spread
 
 
-def draw(rows: list[tuple[Sampling, mx.array, int]]) -> Draws:
+def draw(rows: list[tuple[Sampling, mx.array, int]], kit: Kit = KITS[0]) -> Draws:
     """One draw for rows of (parameters, logits [1, V], position)."""
     samplers = [RowSampler(sampling, PROMPT, VOCAB) for sampling, _, _ in rows]
     inputs = mx.array([PROMPT[-1]] * len(rows), dtype=mx.uint32)
     logits = mx.concatenate([x for _, x, _ in rows])
-    return Sampler(VOCAB, EXEMPT).draw(logits, samplers, [p for _, _, p in rows], inputs)
+    return Sampler(VOCAB, lambda: EXEMPT, kit).draw(
+        logits, samplers, [p for _, _, p in rows], inputs
+    )
 
 
-def support(sampling: Sampling, logits: mx.array, draws: int = 400) -> set[int]:
+def support(sampling: Sampling, logits: mx.array, draws: int = 400, kit: Kit = KITS[0]) -> set[int]:
     """Every token that many positions draw."""
-    many = draw([(sampling, logits, position) for position in range(draws)])
+    many = draw([(sampling, logits, position) for position in range(draws)], kit)
     return set(many.tokens.tolist())
 
 
@@ -60,17 +67,21 @@ samplings = st.builds(
     logit_bias=st.sampled_from([(), ((3, 2.0), (90, -100.0))]),
     repetition_penalty=st.sampled_from([0.0, 1.0, 1.3]),
     presence_penalty=st.sampled_from([0.0, 0.5]),
+    hlg=st.sampled_from([None, None, Hlg(), Hlg(shoulder=0.0, toe=0.0)]),
 )
 
 
+@on_both
 @given(st.lists(st.tuples(samplings, st.integers(0, 5), st.integers(1, 9)), min_size=2, max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_a_draw_is_the_same_alone_and_in_any_batch(rows: list[tuple[Sampling, int, int]]) -> None:
+def test_a_draw_is_the_same_alone_and_in_any_batch(
+    kit: Kit, rows: list[tuple[Sampling, int, int]]
+) -> None:
     """Composition and order of the batch change nothing, whatever the parameters."""
     full = [(sampling, logits_of(seed), position) for sampling, seed, position in rows]
-    together = draw(full).tokens.tolist()
-    assert draw(full[::-1]).tokens.tolist() == together[::-1]
-    assert [draw([row]).tokens.tolist()[0] for row in full] == together
+    together = draw(full, kit).tokens.tolist()
+    assert draw(full[::-1], kit).tokens.tolist() == together[::-1]
+    assert [draw([row], kit).tokens.tolist()[0] for row in full] == together
 
 
 def test_seed_and_position_decide_the_draw() -> None:
@@ -84,18 +95,20 @@ def test_seed_and_position_decide_the_draw() -> None:
     assert len({mix(s) for s in range(-1000, 1000)}) == 2000
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    """Gumbel-max draws have the softmax's frequencies, at the row's temperature."""
+@on_both
+def test_frequencies_follow_the_distribution(kit: Kit) -> None:
+    """Draws have the softmax's frequencies, at the row's temperature."""
     logits = mx.array([[math.log(p) for p in (0.5, 0.3, 0.15, 0.05)] + [-1e9] * (VOCAB - 4)])
     for temperature in (1.0, 0.5):
-        drawn = draw([(Sampling(temperature=temperature), logits, p) for p in range(4000)])
+        drawn = draw([(Sampling(temperature=temperature), logits, p) for p in range(4000)], kit)
         counts = np.bincount(np.array(drawn.tokens), minlength=VOCAB)[:4] / 4000
         weights = np.array([0.5, 0.3, 0.15, 0.05]) ** (1 / temperature)
         assert np.abs(counts - weights / weights.sum()).max() < 0.03
 
 
+@on_both
 @pytest.mark.parametrize("seed", range(4))
-def test_filters_keep_what_mlx_lm_keeps(seed: int) -> None:
+def test_filters_keep_what_mlx_lm_keeps(kit: Kit, seed: int) -> None:
     """top-p, min-p and top-k, alone and chained, never draw what mlx-lm's filters remove."""
     logits = logits_of(seed)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -112,62 +125,75 @@ def test_filters_keep_what_mlx_lm_keeps(seed: int) -> None:
         ),
     }
     for sampling, filtered in cases.items():
-        drawn, wanted = support(sampling, logits), allowed(filtered)
+        drawn, wanted = support(sampling, logits, kit=kit), allowed(filtered)
         assert drawn <= wanted
         assert len(drawn) >= min(3, len(wanted))
 
 
-def test_xtc_keeps_the_least_likely_of_the_top_and_spares_special_tokens() -> None:
+@on_both
+def test_xtc_keeps_the_least_likely_of_the_top_and_spares_special_tokens(kit: Kit) -> None:
     """Of the tokens above the threshold only the last stays, apart from the exempt ones."""
     probabilities = [0.0] * VOCAB
     probabilities[7], probabilities[10], probabilities[11], probabilities[12] = 0.3, 0.3, 0.2, 0.15
     probabilities[13] = 0.05
     logits = mx.log(mx.array([probabilities]))
     always = Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.1)
-    assert support(always, logits) == {7, 12, 13}
-    assert support(dataclasses.replace(always, top_k=2), logits) == {7, 12}
-    assert support(dataclasses.replace(always, xtc_probability=0.0), logits) == {7, 10, 11, 12, 13}
+    assert support(always, logits, kit=kit) == {7, 12, 13}
+    assert support(dataclasses.replace(always, top_k=2), logits, kit=kit) == {7, 12}
+    never = dataclasses.replace(always, xtc_probability=0.0)
+    assert support(never, logits, kit=kit) == {7, 10, 11, 12, 13}
     half = dataclasses.replace(always, xtc_probability=0.5)
-    drawn = draw([(half, logits, p) for p in range(400)]).tokens.tolist()
+    drawn = draw([(half, logits, p) for p in range(400)], kit).tokens.tolist()
     assert 20 < sum(token == 10 for token in drawn) < 100
 
 
-def test_top_k_beyond_the_vocabulary_is_off_and_ties_are_cut_exactly() -> None:
+@on_both
+def test_top_k_beyond_the_vocabulary_is_off_and_ties_are_cut_exactly(kit: Kit) -> None:
     """k ≥ V equals no k; of equal logits exactly k are kept, the lowest ids, so k=1 is argmax."""
     logits = logits_of(1)
     warm = Sampling(temperature=1.0, seed=5)
-    plain = draw([(warm, logits, p) for p in range(50)]).tokens.tolist()
+    plain = draw([(warm, logits, p) for p in range(50)], kit).tokens.tolist()
     huge = dataclasses.replace(warm, top_k=VOCAB)
-    assert draw([(huge, logits, p) for p in range(50)]).tokens.tolist() == plain
+    assert draw([(huge, logits, p) for p in range(50)], kit).tokens.tolist() == plain
     flat = mx.zeros((1, VOCAB))
-    assert support(dataclasses.replace(warm, top_k=3), flat) == {0, 1, 2}
+    assert support(dataclasses.replace(warm, top_k=3), flat, kit=kit) == {0, 1, 2}
     tied = mx.where(mx.arange(VOCAB) == 40, 0.0, flat)
     one = dataclasses.replace(warm, top_k=1, temperature=2.0)
-    assert support(one, tied) == {int(mx.argmax(tied).item())}
+    assert support(one, tied, kit=kit) == {int(mx.argmax(tied).item())}
 
 
-def test_a_tiny_temperature_is_argmax() -> None:
+@on_both
+def test_a_tiny_temperature_is_argmax(kit: Kit) -> None:
     """No temperature, however small, makes a row overflow."""
     logits = logits_of(2, spread=40.0)
     best = int(mx.argmax(logits).item())
     for temperature in (0.0, 1e-38, 1e-12, 1e-5, 1e-3):
-        drawn = draw([(Sampling(temperature=temperature), logits, 3)])
+        drawn = draw([(Sampling(temperature=temperature), logits, 3)], kit)
         assert drawn.tokens.tolist() == drawn.reported.tolist() == [best]
 
 
+@on_both
 @pytest.mark.parametrize("bad", [mx.nan, mx.inf])
-def test_a_row_that_is_not_finite_is_reported_and_the_others_are_not(bad: float) -> None:
+def test_a_row_that_is_not_finite_is_reported_and_the_others_are_not(kit: Kit, bad: float) -> None:
     """The id is -1 in the report, valid as an input, and its neighbours draw as ever."""
     good, warm = Sampling(), Sampling(temperature=1.0, top_p=0.9, top_k=8, seed=4)
     broken = mx.where(mx.arange(VOCAB) == 9, bad, logits_of(3))
-    alone = draw([(good, logits_of(1), 2), (warm, logits_of(2), 2)])
-    mixed = [(good, logits_of(1), 2), (warm, broken, 2), (warm, logits_of(2), 2), (good, broken, 2)]
-    drawn = draw(mixed)
-    assert drawn.reported.tolist()[0::2] == alone.reported.tolist()
-    assert drawn.reported.tolist()[1::2] == [-1, -1]
+    alone = draw([(good, logits_of(1), 2), (warm, logits_of(2), 2)], kit)
+    every = [dataclasses.replace(warm, top_k=0), Sampling(temperature=1.0, xtc_probability=1.0)]
+    mixed = [
+        (good, logits_of(1), 2),
+        (warm, broken, 2),
+        (warm, logits_of(2), 2),
+        (good, broken, 2),
+        *((sampling, broken, 2) for sampling in every),
+    ]
+    drawn = draw(mixed, kit)
+    assert drawn.reported.tolist()[0:3:2] == alone.reported.tolist()
+    assert drawn.reported.tolist()[1:4:2] == [-1, -1]
+    assert drawn.reported.tolist()[4:] == [-1, -1]
     assert all(0 <= token < VOCAB for token in drawn.tokens.tolist())
     banned = Sampling(logit_bias=((9, -math.inf),))
-    assert draw([(banned, logits_of(1), 2)]).reported.tolist()[0] >= 0
+    assert draw([(banned, logits_of(1), 2)], kit).reported.tolist()[0] >= 0
 
 
 def test_penalties_follow_mlx_lm_over_a_sliding_history() -> None:
@@ -182,6 +208,7 @@ def test_penalties_follow_mlx_lm_over_a_sliding_history() -> None:
     )
     theirs = sample_utils.make_logits_processors(None, 1.4, 3, -0.3, 5, 0.25, 4)
     row = RowSampler(sampling, PROMPT, VOCAB)
+    processors = processors_of([row])
     history = list(PROMPT[:-1])
     for step, token in enumerate([PROMPT[-1], 9, 9, 4, 9, 2, 2, 3, 120, 9, 4, 4]):
         history.append(token)
@@ -189,8 +216,80 @@ def test_penalties_follow_mlx_lm_over_a_sliding_history() -> None:
         wanted: Any = logits[...]
         for processor in theirs:
             wanted = processor(mx.array(history, dtype=mx.uint32), wanted)
-        got = row.process(mx.array([token], dtype=mx.uint32), logits[...])
+        if step % 3 == 2:
+            processors = processors_of([row])
+        got = processors.apply(logits, mx.array([token], dtype=mx.uint32))
         assert mx.array_equal(got, wanted)
+        assert mx.array_equal(logits, logits_of(step))
+
+
+def processors_of(rows: list[RowSampler]) -> Processors:
+    """What a batch of these rows is processed by."""
+    recent = {place: row.recent() for place, row in enumerate(rows)}
+    return Processors(
+        [(place, row.sampling, row.past) for place, row in enumerate(rows)],
+        {place: held for place, held in recent.items() if held is not None},
+    )
+
+
+penalised = st.builds(
+    Sampling,
+    logit_bias=st.sampled_from([(), ((3, 2.0), (90, -100.0)), ((5, 0.5),)]),
+    repetition_penalty=st.sampled_from([0.0, 1.0, 1.3, 0.7]),
+    repetition_context_size=st.sampled_from([0, 1, 4, 20, 70]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
+    presence_context_size=st.sampled_from([0, 2, 20]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -0.2]),
+    frequency_context_size=st.sampled_from([0, 3, 20]),
+)
+
+
+@given(
+    st.lists(st.tuples(penalised, st.integers(1, 90)), min_size=1, max_size=5),
+    st.integers(0, 99),
+    st.sampled_from([mx.float32, mx.bfloat16]),
+)
+@settings(max_examples=30, deadline=None)
+def test_rows_of_a_batch_are_penalised_as_mlx_lm_would_alone(
+    asked: list[tuple[Sampling, int]], seed: int, dtype: mx.Dtype
+) -> None:
+    """Whatever windows, prompts and penalties stand side by side, and whoever joins or leaves."""
+    pick = np.random.default_rng(seed)
+    histories = [[int(t) for t in pick.integers(0, 12, size)] for _, size in asked]
+    rows = [
+        RowSampler(sampling, history, VOCAB)
+        for (sampling, _), history in zip(asked, histories, strict=True)
+    ]
+    for step in range(6):
+        here = [i for i in range(len(rows)) if step < 2 or (i + step) % 3 or len(rows) == 1]
+        if step % 2 == 0:
+            order = list(pick.permutation(here))
+            processors = processors_of([rows[i] for i in order])
+        elif sorted(order) != here:
+            order, processors = here, processors_of([rows[i] for i in here])
+        logits = mx.concatenate([logits_of(step * 7 + i) for i in order]).astype(dtype)
+        inputs = mx.array([histories[i][-1] for i in order], dtype=mx.uint32)
+        got = processors.apply(logits, inputs)
+        for place, i in enumerate(order):
+            wanted = mlx_lm_processed(rows[i].sampling, histories[i], logits[place : place + 1])
+            assert mx.array_equal(got[place], wanted[0]), (step, i)
+            histories[i].append(int(pick.integers(0, 12)))
+
+
+def mlx_lm_processed(s: Sampling, history: list[int], logits: mx.array) -> mx.array:
+    """mlx-lm's processors on one row."""
+    processors = sample_utils.make_logits_processors(
+        dict(s.logit_bias) or None,
+        s.repetition_penalty,
+        s.repetition_context_size,
+        s.presence_penalty,
+        s.presence_context_size,
+        s.frequency_penalty,
+        s.frequency_context_size,
+    )
+    for processor in processors:
+        logits = processor(mx.array(history, dtype=mx.uint32), logits)
+    return logits
 
 
 @pytest.mark.parametrize(
@@ -202,6 +301,8 @@ def test_penalties_follow_mlx_lm_over_a_sliding_history() -> None:
         {"xtc_threshold": 0.6},
         {"xtc_probability": -1.0},
         {"repetition_penalty": -2.0},
+        {"hlg": Hlg(toe=-1.0)},
+        {"hlg": Hlg(width=math.nan)},
         {"logit_bias": ((VOCAB, 1.0),)},
         {"logit_bias": ((-1, 1.0),)},
     ],

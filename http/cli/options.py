@@ -78,6 +78,30 @@ def check_adapters(folders: tuple[Path, ...]) -> None:
         inspect_adapter(mounting.path)
 
 
+def hlg_options(command: Command) -> Command:
+    """``--hlg-sampling`` and the figures of its curve."""
+    for name, default, text in (
+        ("pivot-offset", 6.0, "how far below the best token it is centred"),
+        ("toe", 6.0, "how gently it bends below; 0 does not bend"),
+        ("shoulder", 4.0, "how gently it bends above; 0 does not bend"),
+        ("width", 4.0, "how far from its centre it stays straight"),
+    ):
+        command = click.option(
+            f"--hlg-{name}",
+            type=Number(0, 100),
+            default=default,
+            show_default=True,
+            metavar="NATS",
+            help=f"Of the HLG curve: {text}.",
+        )(command)
+    return click.option(
+        "--hlg-sampling",
+        is_flag=True,
+        help="Sample on a curve of log-probabilities in place of top-p and top-k, unless a request "
+        "says otherwise.",
+    )(command)
+
+
 def dtype_option(command: Command) -> Command:
     """``--dtype``."""
     return click.option(

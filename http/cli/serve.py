@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...runtime.adapter_table import mountings
+from ...runtime.requests import Hlg
 from ...runtime.settings import Settings
 from .options import (
     GIB,
@@ -24,6 +25,7 @@ from .options import (
     check_adapters,
     default_prompt_cache,
     dtype_option,
+    hlg_options,
     model_argument,
     offline_option,
     sampling_options,
@@ -96,6 +98,7 @@ LOOPBACK = ("127.", "localhost", "::1")
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Cap on every answer, in tokens.")
 @sampling_options
+@hlg_options
 @click.option(
     "--allowed-host",
     "allowed_hosts",
@@ -151,6 +154,10 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         temperature=flags["temperature"],
         top_p=flags["top_p"],
         top_k=flags["top_k"],
+        hlg=Hlg(
+            flags["hlg_width"], flags["hlg_shoulder"], flags["hlg_toe"], flags["hlg_pivot_offset"]
+        ),
+        hlg_sampling=flags["hlg_sampling"],
         adapters=flags["adapters"],
     )
     trio.run(run_server, settings, host, port, flags)

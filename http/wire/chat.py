@@ -13,8 +13,17 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
-from mlx_troupe.runtime.requests import Channel, ChatPrompt, FinishReason, TextDelta, Usage
+from mlx_troupe.runtime.requests import (
+    Channel,
+    ChatPrompt,
+    Finished,
+    FinishReason,
+    ScoredToken,
+    TextDelta,
+    Usage,
+)
 
+from .logprobs import ChatLogprobs, asked_by_chat, chat_logprobs
 from .messages import WireMessage, to_messages
 from .params import Call, GenerationParams, to_call
 from .parsing import fit
@@ -30,6 +39,8 @@ class ChatRequest(GenerationParams, kw_only=True):
     messages: list[WireMessage] | None = None
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 def chat_call(body: Mapping[str, object], model: ModelInfo | None) -> Call:
@@ -40,7 +51,12 @@ def chat_call(body: Mapping[str, object], model: ModelInfo | None) -> Call:
         messages=to_messages(params.messages),
         template_kwargs=template_kwargs(params.reasoning_effort, params.chat_template_kwargs),
     )
-    return to_call(params, prompt, model.vocab_size if model is not None else None)
+    return to_call(
+        params,
+        prompt,
+        model.vocab_size if model is not None else None,
+        logprobs=asked_by_chat(params.logprobs, params.top_logprobs),
+    )
 
 
 def template_kwargs(effort: str | None, explicit: Mapping[str, object] | None) -> dict[str, object]:
@@ -76,6 +92,7 @@ class AnswerChoice(Struct):
     index: int
     message: AnswerMessage
     finish_reason: str
+    logprobs: ChatLogprobs | UnsetType = UNSET
 
 
 class ChatAnswer(Struct):
@@ -104,6 +121,7 @@ class ChunkChoice(Struct):
     index: int
     delta: Delta
     finish_reason: str | None
+    logprobs: ChatLogprobs | UnsetType = UNSET
 
 
 class ChatChunk(Struct):
@@ -133,12 +151,14 @@ class ChatShape:
     def delta(self, event: TextDelta) -> ChatChunk:
         """More text of one channel."""
         if event.channel is Channel.REASONING:
-            return self._chunk(Delta(reasoning=event.text, reasoning_content=event.text))
-        return self._chunk(Delta(content=event.text))
+            delta = Delta(reasoning=event.text, reasoning_content=event.text)
+        else:
+            delta = Delta(content=event.text)
+        return self._chunk(delta, scores=event.scores)
 
-    def closing(self, reason: FinishReason) -> ChatChunk:
+    def closing(self, finished: Finished) -> ChatChunk:
         """The finish reason, with an empty delta."""
-        return self._chunk(Delta(), reason.value)
+        return self._chunk(Delta(), finished.reason.value, finished.scores)
 
     def trailer(self, usage: Usage) -> ChatChunk | None:
         """Usage without a choice, when asked for."""
@@ -149,7 +169,12 @@ class ChatShape:
         )
 
     def answer(
-        self, content: str, reasoning: str, reason: FinishReason, usage: Usage
+        self,
+        content: str,
+        reasoning: str,
+        reason: FinishReason,
+        usage: Usage,
+        scores: tuple[ScoredToken, ...] = (),
     ) -> ChatAnswer:
         """The whole answer."""
         thought = reasoning or UNSET
@@ -159,16 +184,22 @@ class ChatShape:
             "chat.completion",
             self.created,
             self.model,
-            (AnswerChoice(0, message, reason.value),),
+            (AnswerChoice(0, message, reason.value, _block(scores)),),
             usage_block(usage),
         )
 
-    def _chunk(self, delta: Delta, reason: str | None = None) -> ChatChunk:
+    def _chunk(
+        self, delta: Delta, reason: str | None = None, scores: tuple[ScoredToken, ...] = ()
+    ) -> ChatChunk:
         return ChatChunk(
             self.id,
             "chat.completion.chunk",
             self.created,
             self.model,
-            (ChunkChoice(0, delta, reason),),
+            (ChunkChoice(0, delta, reason, _block(scores)),),
             None if self.include_usage else UNSET,
         )
+
+
+def _block(scores: tuple[ScoredToken, ...]) -> ChatLogprobs | UnsetType:
+    return chat_logprobs(scores) if scores else UNSET

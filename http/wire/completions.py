@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from msgspec import UNSET, Struct, UnsetType
 
 from mlx_troupe.runtime.device import ModelInfo
-from mlx_troupe.runtime.errors import InvalidRequest
-from mlx_troupe.runtime.requests import FinishReason, TextDelta, TextPrompt, TokenPrompt, Usage
+from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
+from mlx_troupe.runtime.requests import (
+    Finished,
+    FinishReason,
+    ScoredToken,
+    TextDelta,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
 
+from .logprobs import TextLogprobs, asked_by_completion, text_logprobs
 from .params import Call, GenerationParams, check_ids, to_call
 from .parsing import INT64, fit
 from .unsupported import refuse_unsupported
@@ -25,14 +34,26 @@ class CompletionRequest(GenerationParams, kw_only=True):
     """Body of a text completion."""
 
     prompt: object = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
 
 
 def completion_call(body: Mapping[str, object], model: ModelInfo | None) -> Call:
     """Parse a body. Raises InvalidRequest or Unsupported."""
     refuse_unsupported(body)
     params = fit(body, CompletionRequest)
+    if params.top_logprobs not in (None, 0, -1):
+        raise Unsupported(
+            "top_logprobs is not supported by text completions: logprobs takes the number",
+            param="top_logprobs",
+        )
     vocab_size = model.vocab_size if model is not None else None
-    return to_call(params, to_prompt(params.prompt, vocab_size), vocab_size)
+    return to_call(
+        params,
+        to_prompt(params.prompt, vocab_size),
+        vocab_size,
+        logprobs=asked_by_completion(params.logprobs),
+    )
 
 
 def to_prompt(value: object, vocab_size: int | None) -> TextPrompt | TokenPrompt:
@@ -59,7 +80,7 @@ class TextChoice(Struct):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class TextCompletion(Struct):
@@ -73,36 +94,52 @@ class TextCompletion(Struct):
     usage: UsageBlock | UnsetType | None = UNSET
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionShape:
-    """How a text completion is written, whole or in chunks; one value per answer."""
+    """How a text completion is written, whole or in chunks; one per answer.
+
+    It counts the characters of the scored tokens, since offsets go on from chunk to chunk.
+    """
 
     id: str
     created: int
     model: str
     include_usage: bool
+    _offset: int = 0
 
     def opening(self) -> None:
         """Text completions have no opening chunk."""
 
     def delta(self, event: TextDelta) -> TextCompletion:
         """More text."""
-        return self._chunk(TextChoice(0, event.text, None))
+        return self._chunk(TextChoice(0, event.text, None, self._block(event.scores)))
 
-    def closing(self, reason: FinishReason) -> TextCompletion:
+    def closing(self, finished: Finished) -> TextCompletion:
         """The finish reason, with empty text."""
-        return self._chunk(TextChoice(0, "", reason.value))
+        block = self._block(finished.scores)
+        return self._chunk(TextChoice(0, "", finished.reason.value, block))
 
     def trailer(self, usage: Usage) -> TextCompletion | None:
         """Usage without a choice, when asked for."""
         return self._whole((), usage_block(usage)) if self.include_usage else None
 
     def answer(
-        self, content: str, reasoning: str, reason: FinishReason, usage: Usage
+        self,
+        content: str,
+        reasoning: str,
+        reason: FinishReason,
+        usage: Usage,
+        scores: tuple[ScoredToken, ...] = (),
     ) -> TextCompletion:
         """The whole answer."""
-        choice = TextChoice(0, reasoning + content, reason.value)
+        choice = TextChoice(0, reasoning + content, reason.value, self._block(scores))
         return self._whole((choice,), usage_block(usage))
+
+    def _block(self, scores: tuple[ScoredToken, ...]) -> TextLogprobs | None:
+        if not scores:
+            return None
+        block, self._offset = text_logprobs(scores, self._offset)
+        return block
 
     def _chunk(self, choice: TextChoice) -> TextCompletion:
         return self._whole((choice,), None if self.include_usage else UNSET)

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from mlx_troupe.runtime.defaults import MAX_STOPS
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
-from mlx_troupe.runtime.requests import GenerationRequest, Prompt, SamplingRequest
+from mlx_troupe.runtime.requests import GenerationRequest, HlgRequest, Prompt, SamplingRequest
 
 from .adapters import to_adapters
 from .parsing import INT64
@@ -32,12 +32,23 @@ _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0)]
+Nats = Annotated[float, Meta(ge=0, le=100)]
 
 
 class StreamOptions(Struct):
     """``stream_options``; allowed, and without effect, when not streaming."""
 
     include_usage: bool | None = None
+
+
+class HlgParams(Struct, forbid_unknown_fields=True):
+    """``hlg``: a curve in place of temperature, top-p and top-k; figures in nats, 0–100."""
+
+    enabled: bool | None = None
+    width: Nats | None = None
+    shoulder: Nats | None = None
+    toe: Nats | None = None
+    pivot_offset: Nats | None = None
 
 
 class GenerationParams(StructuredParams, kw_only=True):
@@ -62,6 +73,7 @@ class GenerationParams(StructuredParams, kw_only=True):
     presence_context_size: Count | None = None
     frequency_penalty: Penalty | None = None
     frequency_context_size: Count | None = None
+    hlg: HlgParams | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -80,7 +92,13 @@ class Call:
     include_usage: bool
 
 
-def to_call(params: GenerationParams, prompt: Prompt, vocab_size: int | None) -> Call:
+def to_call(
+    params: GenerationParams,
+    prompt: Prompt,
+    vocab_size: int | None,
+    *,
+    logprobs: int | None = None,
+) -> Call:
     """The call that the fields ask for. Raises InvalidRequest or Unsupported."""
     if params.n is not None and params.n > 1:
         raise Unsupported("n above 1 is not supported", param="n")
@@ -93,6 +111,7 @@ def to_call(params: GenerationParams, prompt: Prompt, vocab_size: int | None) ->
         stop_token_ids=check_ids(params.stop_token_ids or (), vocab_size, "stop_token_ids"),
         adapters=to_adapters(params.adapter, params.adapters),
         grammar=to_grammar(params),
+        logprobs=logprobs,
     )
     return Call(
         request=request,
@@ -120,6 +139,16 @@ def to_sampling(params: GenerationParams, vocab_size: int | None) -> SamplingReq
         presence_context_size=params.presence_context_size,
         frequency_penalty=params.frequency_penalty,
         frequency_context_size=params.frequency_context_size,
+        hlg=to_hlg(params.hlg),
+    )
+
+
+def to_hlg(params: HlgParams | None) -> HlgRequest | None:
+    """The curve as asked for."""
+    if params is None:
+        return None
+    return HlgRequest(
+        params.enabled, params.width, params.shoulder, params.toe, params.pivot_offset
     )
 
 

@@ -1,7 +1,7 @@
 """Known fields that this server does not offer: refused by name, never silently dropped.
 
 Pure data and one function. A field passes when its value asks for nothing (``tools: []``,
-``logprobs: false``, ``echo: null``); the feature that supports a field removes its row.
+``echo: false``, ``suffix: null``); the feature that supports a field removes its row.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "hlg": ({},),
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),

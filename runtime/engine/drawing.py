@@ -1,9 +1,10 @@
 """From a forward pass's logits to tokens under way, for free rows and for rows with a grammar.
 
 Owns what was built and is not started yet. Runs on the device thread and waits for nothing but
-masks. A batch of free rows is drawn with its launch. In a batch with a grammar the draw waits for
-the push: by then the tokens of the step before are known, and the masks are made while the forward
-pass runs, which on a GPU began with the launch. Knows no plans, no steps and no caches.
+masks. A batch of free rows is drawn with its launch, unless the draw itself would wait for the
+logits. In a batch with a grammar the draw waits for the push: by then the tokens of the step before
+are known, and the masks are made while the forward pass runs, which on a GPU began with the launch.
+Knows no plans, no steps and no caches.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .lazy import start
+from .logprobs import Scores
 from .masks import MaskMaker, Masks
 from .rows import Row
 from .sampling import Sampler
@@ -26,11 +28,12 @@ Fault = tuple[Row, str]
 class Drawn:
     """Tokens under way: ``reported`` int32 [B] holds one for each of ``rows``, -1 = not finite.
 
-    None until the push where the draw waits for it.
+    None until the push where the draw waits for it. ``scores`` are there when a row asked for any.
     """
 
     rows: tuple[Row, ...]
     reported: mx.array | None = None
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Drawing:
         positions = tuple(row.processed for row in rows)
         undrawn = _Undrawn(Drawn(tuple(rows)), logits, inputs, positions, state)
         launches = mx.default_device() == mx.gpu
-        if any(row.matcher is not None for row in rows):
+        reads = self._sampler.reads([row.sampler for row in rows])
+        if reads or any(row.matcher is not None for row in rows):
             self._undrawn.append(undrawn)
             if launches:
                 start([logits, *state])
@@ -100,6 +104,9 @@ class Drawing:
             undrawn.logits, [r.sampler for r in rows], undrawn.positions, undrawn.inputs, masks
         )
         self._unstarted += [draws.tokens, draws.reported, *undrawn.state]
+        if (scores := draws.scores) is not None:
+            self._unstarted += scores.arrays
+            undrawn.drawn.scores = scores
         for place, row in enumerate(rows):
             row.pending = (draws.tokens, place)
         undrawn.drawn.reported = draws.reported

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,8 @@ class MLXDevice:
         dtype: what the weights are expanded to.
         batch: most rows that decode together (the scheduler keeps to it).
         extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
-        xtc_exempt: ids that XTC sampling never removes, such as a newline; end tokens never are.
+        xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
+            the first row samples by XTC. End tokens are never removed.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class MLXDevice:
         dtype: Dtype = "auto",
         batch: int = 32,
         extra_eos: frozenset[int] = frozenset(),
-        xtc_exempt: frozenset[int] = frozenset(),
+        xtc_exempt: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._path = model_path
         self._name = name
@@ -286,7 +287,7 @@ class MLXDevice:
         self._make_forward = partial(
             Forward,
             self._model,
-            Sampler(self._vocab_size, eos | self._xtc_exempt),
+            Sampler(self._vocab_size, lambda: eos | self._xtc_exempt()),
             self._masks,
             self._adapters,
             together=together,
@@ -353,7 +354,9 @@ class MLXDevice:
 
     def _read(self, drawn: Drawn, step: _Step) -> Iterator[Sampled]:
         assert drawn.reported is not None
-        for row, token in zip(drawn.rows, ids_of(drawn.reported), strict=True):
+        figures = {} if drawn.scores is None else drawn.scores.read()
+        for place, token in enumerate(ids_of(drawn.reported)):
+            row = drawn.rows[place]
             if row.failed:
                 continue
             if token < 0:
@@ -364,7 +367,7 @@ class MLXDevice:
             except Exception as error:
                 step.failed.append(self._evict(row, f"{NO_MATCH}: {error}"))
                 continue
-            yield Sampled(row.id, token, ends)
+            yield Sampled(row.id, token, ends, figures.get(place))
 
     def _fail(self, faults: list[Fault], step: _Step) -> None:
         step.failed += [self._evict(row, reason) for row, reason in faults]

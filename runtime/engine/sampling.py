@@ -1,12 +1,12 @@
 """Turning logits into token ids, every row by its own parameters and its own random numbers.
 
-Owns the per-row sampling state (:class:`RowSampler`: seed, processors, penalty history). Runs on
-the device thread and never waits: everything returned is lazy. Knows no rows beyond their order in
-the batch and no cache.
+Owns the per-row sampling state (:class:`RowSampler`) and the plan of the batch at hand: which rows
+are drawn together, and their parameters as arrays, made once for as long as the batch stays the
+same. Runs on the device thread. Knows no rows beyond their order in the batch and no cache.
 
-A draw depends on the row's logits, its seed and its token position alone. The noise of token *t*
-is the same whatever shares the batch, because each row's key goes through ``vmap`` by itself, and
-rows that need different filters are filtered in separate groups.
+A draw depends on the row's logits, its seed and its token position alone, whatever shares the
+batch. On a GPU everything returned is lazy. On a CPU a draw that is not greedy reads the logits and
+so waits for them (``selection`` says why); :meth:`Sampler.reads` tells.
 """
 
 from __future__ import annotations
@@ -14,80 +14,150 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors
+import numpy as np
 
+from ..device import MAX_LOGPROBS
 from ..requests import Sampling
+from .filters import Needs, Parameters, choose, needs_of, parameters_of
+from .logprobs import Scores, score
 from .masks import Masks, penalties
+from .processors import Past, Processors, past_of
+from .randomness import mix, uniforms
+from .selection import DeviceKit, HostKit, Kit
 
 COLDEST = 1e-5
 """Below this a temperature is argmax: the noise could only decide between float32 neighbours."""
 
-_XTC_STREAM = 0x9E3779B9
-_MASK64 = (1 << 64) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """One drawn token for each row of a batch, all lazy.
+    """One drawn token for each row of a batch.
 
     Attributes:
         tokens: uint32 [B], always valid ids: the next step's input.
         reported: int32 [B], the same ids, or -1 where the row's logits were not finite.
         faults: rows whose processor raised, by their place in the batch, with the reason.
+        scores: log-probabilities, if any row asked for them.
     """
 
     tokens: mx.array
     reported: mx.array
     faults: dict[int, str] = field(default_factory=dict)
+    scores: Scores | None = None
 
 
 class RowSampler:
-    """One row's parameters and penalty history. Raises ValueError for parameters out of range."""
+    """One row's parameters and penalty history. Raises ValueError for parameters out of range.
 
-    def __init__(self, sampling: Sampling, ids: Sequence[int], vocab_size: int) -> None:
+    ``logprobs`` is how many alternatives' log-probabilities it wants, None for no figures at all.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        ids: Sequence[int],
+        vocab_size: int,
+        logprobs: int | None = None,
+    ) -> None:
         _check(sampling, vocab_size)
+        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"{logprobs} log-probabilities are outside [0, {MAX_LOGPROBS}]")
         self.sampling = sampling
+        self.logprobs = logprobs
         self.key = mix(sampling.seed)
         self.greedy = sampling.temperature < COLDEST
-        self.sorts = 0 < sampling.top_p < 1 or 0 < sampling.top_k < vocab_size
-        self.xtc = sampling.xtc_probability > 0
-        self._processors = _processors(sampling)
-        self._window = _penalty_window(sampling)
-        self._history: mx.array | None = None
-        if self._window is not None:
-            self._history = mx.array(list(ids[:-1]), dtype=mx.uint32)
+        self.needs = needs_of(sampling, vocab_size)
+        self.past: Past | None = past_of(sampling, ids)
 
     @property
     def processes(self) -> bool:
         """Whether logits of this row are changed before sampling."""
-        return bool(self._processors)
+        return self.past is not None or bool(self.sampling.logit_bias)
 
-    def process(self, token: mx.array, logits: mx.array) -> mx.array:
-        """Apply the processors to ``logits`` [1, V]; ``token`` [1] is the input that made them."""
-        history = token
-        if self._history is not None:
-            history = mx.concatenate([self._history, token.astype(mx.uint32)])
-            if self._window:
-                history = history[-self._window :]
-            self._history = history
-        for processor in self._processors:
-            logits = processor(history, logits)
-        return logits
+    def recent(self) -> mx.array | None:
+        """The tokens that its penalties look at; None without penalties."""
+        return None if self.past is None else self.past.recent(self.past.width())
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that are drawn together.
+
+    ``places`` [N] are theirs in the batch, ``numbers`` the slice of the random numbers for them.
+    """
+
+    needs: Needs
+    places: Any
+    numbers: slice
+    parameters: Parameters
+
+
+class _Plan:
+    """How the batch at hand is drawn; the arrays in it serve every step of the batch."""
+
+    def __init__(self, rows: Sequence[RowSampler], kit: Kit, removable: Any) -> None:
+        self.rows = list(rows)
+        self.processors, self.faults = _processors(self.rows)
+        sorted_out: dict[Needs, list[int]] = {}
+        for place, row in enumerate(rows):
+            if not row.greedy:
+                kind = row.needs.coarse() if kit.coarse else row.needs
+                sorted_out.setdefault(kind, []).append(place)
+        self.order: list[int] = []
+        self.groups: list[_Group] = []
+        for places in sorted_out.values():
+            first = len(self.order)
+            self.order += places
+            needs = reduce(or_, (rows[place].needs for place in places))
+            parameters = parameters_of(kit, [rows[p].sampling for p in places], removable)
+            numbers = slice(first, len(self.order))
+            self.groups.append(_Group(needs, kit.xp.array(places), numbers, parameters))
+        self.keys = [rows[place].key for place in self.order]
+        self.scored = [(p, row.logprobs) for p, row in enumerate(rows) if row.logprobs is not None]
+        self.all_drawn = len(self.order) == len(rows)
+        # Drawn tokens stand behind the best ones of all rows, if there are any of these.
+        back = list(range(len(rows)))
+        for index, place in enumerate(self.order):
+            back[place] = index if self.all_drawn else len(rows) + index
+        self.back = kit.xp.array(back)
+
+    def fits(self, rows: Sequence[RowSampler]) -> bool:
+        """Whether it was made for exactly these rows."""
+        return len(rows) == len(self.rows) and all(map(_is_same, rows, self.rows))
 
 
 class Sampler:
-    """Samples batches of one model. ``exempt`` are the ids that XTC never removes."""
+    """Samples batches of one model.
 
-    def __init__(self, vocab_size: int, exempt: frozenset[int] = frozenset()) -> None:
-        ids = sorted(i for i in exempt if 0 <= i < vocab_size)
+    Args:
+        vocab_size: number of logits of a row.
+        exempt: gives the ids that XTC never removes; asked once, by the first row with XTC.
+        kit: what computes; None = what suits the device.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        exempt: Callable[[], frozenset[int]] = frozenset,
+        kit: Kit | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
-        self._exempt = mx.zeros((vocab_size,), dtype=mx.bool_)
-        if ids:
-            self._exempt[mx.array(ids)] = True
+        self._exempt = exempt
+        self._removable: Any = None
+        if kit is None:
+            kit = HostKit() if mx.default_device() == mx.cpu else DeviceKit()
+        self._kit = kit
+        self._on_host = kit.xp is np
+        self._plan: _Plan | None = None
+
+    def reads(self, rows: Sequence[RowSampler]) -> bool:
+        """Whether a draw of these rows waits for their logits."""
+        return self._on_host and any(not row.greedy or row.logprobs is not None for row in rows)
 
     def draw(
         self,
@@ -106,204 +176,110 @@ class Sampler:
             inputs: [B] the tokens that made these logits.
             masks: tokens that the rows' grammars allow; applied after the processors.
         """
-        faults: dict[int, str] = {}
-        if any(r.processes for r in rows):
-            logits = _process(logits, rows, inputs, faults)
-        allowed = logits if masks is None else logits + penalties(masks, logits)
-        tokens = self._choose(allowed, rows, positions)
+        plan = self._plan
+        if plan is None or not plan.fits(rows):
+            plan = self._plan = _Plan(rows, self._kit, self._removable_for(rows))
+        if plan.processors is not None:
+            logits = plan.processors.apply(logits, inputs)
         # The maximum of a row that holds a NaN is NaN.
         finite = mx.isfinite(mx.max(logits, axis=-1))
+        allowed = logits if masks is None else logits + penalties(masks, logits)
+        values = self._values(allowed, rows)
+        tokens = self._choose(allowed, values, plan, positions)
         reported = mx.where(finite, tokens.astype(mx.int32), -1)
-        return Draws(tokens, reported, faults)
+        scores = None
+        if plan.scored:
+            drawn = np.asarray(tokens) if self._on_host else tokens
+            scores = score(self._kit, values, drawn, plan.scored)
+        return Draws(tokens, reported, plan.faults, scores)
+
+    def _removable_for(self, rows: Sequence[RowSampler]) -> Any:
+        """bool [V]: what XTC may remove; all of it while nobody has XTC."""
+        if self._removable is not None:
+            return self._removable
+        removable = np.ones(self._vocab_size, dtype=bool)
+        if not any(row.needs.xtc for row in rows):
+            return self._kit.xp.array(removable)
+        removable[sorted(i for i in self._exempt() if 0 <= i < self._vocab_size)] = False
+        self._removable = self._kit.xp.array(removable)
+        return self._removable
+
+    def _values(self, logits: mx.array, rows: Sequence[RowSampler]) -> Any:
+        """Logits [B, V] in the form that the kit takes, float32."""
+        values = logits.astype(mx.float32)
+        if not self.reads(rows):
+            return values
+        mx.eval(values)
+        return np.asarray(values)
 
     def _choose(
-        self, logits: mx.array, rows: Sequence[RowSampler], positions: Sequence[int]
+        self, logits: mx.array, values: Any, plan: _Plan, positions: Sequence[int]
     ) -> mx.array:
-        groups: dict[tuple[bool, bool, bool], list[int]] = {}
-        for place, row in enumerate(rows):
-            kind = (row.greedy, row.sorts and not row.greedy, row.xtc and not row.greedy)
-            groups.setdefault(kind, []).append(place)
-        if len(groups) == 1:
-            (kind,) = groups
-            return self._choose_group(kind, logits, rows, positions)
-        parts, order = [], []
-        for kind, places in groups.items():
-            parts.append(
-                self._choose_group(
-                    kind,
-                    logits[mx.array(places)],
-                    [rows[p] for p in places],
-                    [positions[p] for p in places],
-                )
-            )
-            order.extend(places)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return mx.concatenate(parts)[mx.array(back)]
+        if not plan.order:
+            if len(plan.rows) > 1:
+                return mx.argmax(logits, axis=-1)
+            # mlx-lm's own choice, to the bit: rounded differences may tie where logits do not.
+            return mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
+        places = [positions[place] for place in plan.order]
+        numbers: Any = uniforms(mx.array(list(zip(plan.keys, places, strict=True)), mx.uint32))
+        if not self._on_host:
+            return self._pick(values, plan, numbers).astype(mx.uint32)  # type: ignore[no-any-return]
+        # What is not finite is found by whoever reads the report.
+        with np.errstate(all="ignore"):
+            ids = self._pick(values, plan, np.asarray(numbers))
+        return mx.array(ids.astype(np.uint32))
 
-    def _choose_group(
-        self,
-        kind: tuple[bool, bool, bool],
-        logits: mx.array,
-        rows: Sequence[RowSampler],
-        positions: Sequence[int],
-    ) -> mx.array:
-        greedy, sorts, xtc = kind
-        if greedy and len(rows) > 1:
-            # MLX's exponential over a vocabulary costs a fifth of a CPU step of 16 rows.
-            return mx.argmax(logits, axis=-1)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if greedy:
-            return mx.argmax(logprobs, axis=-1)
-        x = logprobs.astype(mx.float32)
-        wanted = [r.sampling for r in rows]
-        keys = [(r.key, p) for r, p in zip(rows, positions, strict=True)]
-        ranked = mx.sort(x, axis=-1) if sorts else None
-        if ranked is not None and any(0 < s.top_p < 1 for s in wanted):
-            x = _top_p(x, ranked, _column([s.top_p if 0 < s.top_p < 1 else 2.0 for s in wanted]))
-        if any(s.min_p > 0 for s in wanted):
-            x = _min_p(x, _column([math.log(s.min_p) if s.min_p > 0 else -mx.inf for s in wanted]))
-        if xtc:
-            x = self._xtc(x, wanted, keys)
-        if ranked is not None and any(0 < s.top_k < self._vocab_size for s in wanted):
-            ranked = mx.sort(x, axis=-1) if xtc else ranked
-            x = _top_k(x, ranked, [s.top_k for s in wanted])
-        temperature = _column([s.temperature for s in wanted])
-        scaled = (x - mx.max(x, axis=-1, keepdims=True)) / temperature
-        return mx.argmax(scaled + _noise(keys, self._vocab_size), axis=-1)
-
-    def _xtc(
-        self, x: mx.array, wanted: Sequence[Sampling], keys: Sequence[tuple[int, int]]
-    ) -> mx.array:
-        probabilities = mx.softmax(x, axis=-1)
-        threshold = _column([s.xtc_threshold for s in wanted])
-        above = probabilities > threshold
-        least = mx.min(mx.where(above, probabilities, mx.inf), axis=-1, keepdims=True)
-        chance = _column([s.xtc_probability for s in wanted])
-        strikes = _uniform([(key ^ _XTC_STREAM, p) for key, p in keys]) <= chance
-        removed = (probabilities > least) & ~self._exempt & strikes
-        return mx.where(removed, -mx.inf, x)
+    def _pick(self, values: Any, plan: _Plan, numbers: Any) -> Any:
+        xp = self._kit.xp
+        parts = [] if plan.all_drawn else [xp.argmax(values, axis=-1)]
+        for group in plan.groups:
+            x = values[group.places]
+            # A copy, so it may be changed.
+            x -= xp.max(x, axis=-1, keepdims=True)
+            own = numbers[group.numbers]
+            parts.append(choose(self._kit, group.needs, x, group.parameters, own))
+        return xp.concatenate(parts)[plan.back]
 
 
-def mix(seed: int) -> int:
-    """A well spread 32-bit key for any integer seed (the finalizer of splitmix64)."""
-    z = (seed + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (z ^ (z >> 31)) & 0xFFFFFFFF
+def _is_same(one: RowSampler, other: RowSampler) -> bool:
+    return one is other
+
+
+def _processors(rows: Sequence[RowSampler]) -> tuple[Processors | None, dict[int, str]]:
+    """Processors of those rows that ask for any, and the rows that have none to be had."""
+    recent: dict[int, mx.array] = {}
+    faults: dict[int, str] = {}
+    asked: list[tuple[int, Sampling, Past | None]] = []
+    for place, row in enumerate(rows):
+        if not row.processes:
+            continue
+        try:
+            held = row.recent()
+        except Exception as error:
+            faults[place] = f"a logits processor failed: {error}"
+            continue
+        if held is not None:
+            recent[place] = held
+        asked.append((place, row.sampling, row.past))
+    return (Processors(asked, recent) if asked else None), faults
 
 
 def _check(sampling: Sampling, vocab_size: int) -> None:
-    ranges = (
+    ranges = [
         ("temperature", sampling.temperature, 0.0, math.inf),
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("xtc_probability", sampling.xtc_probability, 0.0, 1.0),
         ("xtc_threshold", sampling.xtc_threshold, 0.0, 0.5),
         ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
-    )
+    ]
+    if (hlg := sampling.hlg) is not None:
+        ranges += [
+            (f"hlg.{name}", getattr(hlg, name), 0.0, math.inf)
+            for name in ("width", "shoulder", "toe", "pivot_offset")
+        ]
     for name, value, low, high in ranges:
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}, outside [{low}, {high}]")
     strangers = [i for i, _ in sampling.logit_bias if not 0 <= i < vocab_size]
     if strangers:
         raise ValueError(f"logit_bias names token {strangers[0]} of a vocabulary of {vocab_size}")
-
-
-def _processors(sampling: Sampling) -> list[Callable[[mx.array, mx.array], mx.array]]:
-    neutral = sampling.repetition_penalty == 1
-    made: list[Any] = make_logits_processors(
-        logit_bias=dict(sampling.logit_bias) or None,
-        repetition_penalty=None if neutral else sampling.repetition_penalty,
-        repetition_context_size=sampling.repetition_context_size,
-        presence_penalty=sampling.presence_penalty,
-        presence_context_size=sampling.presence_context_size,
-        frequency_penalty=sampling.frequency_penalty,
-        frequency_context_size=sampling.frequency_context_size,
-    )
-    return made
-
-
-def _penalty_window(sampling: Sampling) -> int | None:
-    """Tokens of history that the penalties look at: None = no penalty, 0 = all of it."""
-    sizes = [
-        size
-        for penalty, neutral, size in (
-            (sampling.repetition_penalty, 1, sampling.repetition_context_size),
-            (sampling.presence_penalty, 0, sampling.presence_context_size),
-            (sampling.frequency_penalty, 0, sampling.frequency_context_size),
-        )
-        if penalty not in (0, neutral)
-    ]
-    if not sizes:
-        return None
-    return 0 if 0 in sizes else max(sizes)
-
-
-def _process(
-    logits: mx.array, rows: Sequence[RowSampler], inputs: mx.array, faults: dict[int, str]
-) -> mx.array:
-    parts: list[mx.array] = []
-    plain = 0
-    for place, row in enumerate(rows):
-        if not row.processes:
-            continue
-        if plain < place:
-            parts.append(logits[plain:place])
-        own = logits[place : place + 1]
-        try:
-            parts.append(row.process(inputs[place : place + 1], own))
-        except Exception as error:
-            faults[place] = f"a logits processor failed: {error}"
-            parts.append(logits[place : place + 1])
-        plain = place + 1
-    if plain < len(rows):
-        parts.append(logits[plain:])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(list(values), dtype=mx.float32)[:, None]
-
-
-def _top_p(x: mx.array, ascending: mx.array, top_p: mx.array) -> mx.array:
-    probabilities = mx.exp(ascending)
-    above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
-    mass = above[:, :1] + probabilities[:, :1]
-    dropped = mx.sum(above >= top_p * mass, axis=-1, keepdims=True)
-    threshold = mx.take_along_axis(ascending, dropped, axis=-1)
-    return mx.where(x < threshold, -mx.inf, x)
-
-
-def _min_p(x: mx.array, log_min_p: mx.array) -> mx.array:
-    return mx.where(x < mx.max(x, axis=-1, keepdims=True) + log_min_p, -mx.inf, x)
-
-
-def _top_k(x: mx.array, ascending: mx.array, top_k: Sequence[int]) -> mx.array:
-    """Keep exactly k tokens: of several equal to the k-th, those with the lowest ids."""
-    vocab_size = x.shape[-1]
-    k = mx.array([[n if 0 < n < vocab_size else vocab_size] for n in top_k])
-    kth = mx.take_along_axis(ascending, vocab_size - k, axis=-1)
-    above = x > kth
-    room = k - mx.sum(above, axis=-1, keepdims=True)
-    tied = x == kth
-    nth = mx.cumsum(tied.astype(mx.int32), axis=-1)
-    return mx.where(above | (tied & (nth <= room)), x, -mx.inf)
-
-
-def _keys(keys: Sequence[tuple[int, int]]) -> mx.array:
-    return mx.array(list(keys), dtype=mx.uint32)
-
-
-def _noise(keys: Sequence[tuple[int, int]], vocab_size: int) -> mx.array:
-    return mx.vmap(partial(_gumbel, vocab_size))(_keys(keys))
-
-
-def _gumbel(vocab_size: int, key: mx.array) -> mx.array:
-    return mx.random.gumbel((vocab_size,), key=key)
-
-
-def _uniform(keys: Sequence[tuple[int, int]]) -> mx.array:
-    return mx.vmap(_one_uniform)(_keys(keys))
-
-
-def _one_uniform(key: mx.array) -> mx.array:
-    return mx.random.uniform(shape=(1,), key=key)

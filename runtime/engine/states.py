@@ -73,7 +73,7 @@ class States:
             raise ValueError("the prompt is empty")
         if min(start.ids) < 0 or max(start.ids) >= self._vocab_size:
             raise ValueError(f"a prompt id is outside the vocabulary of {self._vocab_size}")
-        sampler = RowSampler(start.sampling, start.ids, self._vocab_size)
+        sampler = RowSampler(start.sampling, start.ids, self._vocab_size, start.logprobs)
         adapters = self._adapters.chain(start.adapters)
         caches, length = self._source(start, rows, forward)
         row = Row(start.row, start.ids, sampler, caches, processed=length, matcher=start.matcher)

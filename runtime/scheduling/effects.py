@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..device import RowId, SnapshotId
+from ..device import RowId, SnapshotId, TokenLogprobs
 from ..prefix.entries import Kind, LeaseId
 from ..requests import FinishReason, Sampling
 from ..text.matching import TokenMatcher
@@ -22,6 +22,7 @@ class RowSpec:
     ``stop_ids`` end the row like the model's own end tokens. ``adapters`` are ids, applied in this
     order; None leaves them to the server. Which revisions they stand for is decided when the row
     leaves the queue. ``matcher`` restricts the text, and ends the row where nothing may follow.
+    ``logprobs`` is how many alternatives' log-probabilities are wanted, None for no figures.
     """
 
     row: RowId
@@ -31,6 +32,7 @@ class RowSpec:
     stop_ids: frozenset[int] = frozenset()
     adapters: tuple[str, ...] | None = None
     matcher: TokenMatcher | None = field(default=None, compare=False)
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class TokenMade:
 
     row: RowId
     token: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def take_token(row: Row, sampled: Sampled, eos_ids: frozenset[int]) -> tuple[Row
             row.generated.append(token)
         return ()
     row.generated.append(token)
-    made = TokenMade(row.id, token)
+    made = TokenMade(row.id, token, sampled.logprobs)
     if sampled.ends or _is_end(row, [token], eos_ids):
         return made, end(row, FinishReason.STOP)
     if len(row.generated) >= row.spec.limit:

@@ -158,6 +158,7 @@ class Planner:
             choice.source,
             adapters=row.adapters,
             matcher=row.spec.matcher,
+            logprobs=row.spec.logprobs,
         )
 
     def _prefill(
