@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import weakref
 from collections import defaultdict
@@ -39,6 +40,7 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
+from mlx_troupe.runtime.engine import adapter_files
 from mlx_troupe.runtime.engine.adapter_layers import AdaptedLinear
 from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.engine.executor import MLXDevice
@@ -58,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "sliding": ("sliding", {}, ATTENTION_AND_MLP),
     "experts": ("qwen3_moe", {}, EXPERTS),
     "4-bit experts": ("qwen3_moe", {"bits": 4}, EXPERTS),
+    "recurrent": ("mamba", {}, ("mixer.in_proj", "mixer.x_proj", "mixer.out_proj")),
 }
 
 
@@ -216,13 +219,16 @@ def test_a_model_with_one_adapter_is_bit_exact_with_mlx_lm(folders: Folders, nam
         assert mx.abs(shown - logits_of(model, ids)).max().item() > 0.1
 
 
-def test_a_lone_row_decodes_as_mlx_lm_does(desk: Callable[[str], Desk], folders: Folders) -> None:
+@pytest.mark.parametrize("name", ["llama", "4-bit", "sliding", "experts", "recurrent"])
+def test_a_lone_row_decodes_as_mlx_lm_does(
+    desk: Callable[[str], Desk], folders: Folders, name: str
+) -> None:
     """Prefill and decode of a row with an adapter, alone on the device, to the bit."""
-    one = desk("llama")
-    folder = folders.adapter("llama", "a")
+    one = desk(name)
+    folder = folders.adapter(name, "a")
     one.start({1: (one.mount(folder),)})
     one.decode(16, 1)
-    alone = with_adapter(folders.checkpoint("llama"), folder)
+    alone = with_adapter(folders.checkpoint(name), folder)
     steps = list(generate_step(mx.array(one.prompts[1]), alone, max_tokens=16))
     assert one.tokens[1] == [token for token, _ in steps]
     assert len(set(one.tokens[1])) > 5
@@ -439,6 +445,41 @@ def test_a_refused_adapter_changes_nothing(folders: Folders, tmp_path: Path) -> 
         assert mx.get_active_memory() == before
     with pytest.raises(AdapterError, match="not mounted"):
         adapters.chain(["bad"])
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights replaced between the hash and the load would be another revision's."""
+    path = shutil.copytree(folders.adapter("llama", "a"), tmp_path / "live")
+    inspect = adapter_files.inspect_adapter
+
+    def slow(folder: Path) -> Any:
+        description = inspect(folder)
+        other = folders.adapter("llama", "d") / "adapters.safetensors"
+        os.replace(shutil.copy(other, tmp_path), folder / "adapters.safetensors")
+        return description
+
+    monkeypatch.setattr(adapter_files, "inspect_adapter", slow)
+    adapters = Adapters(load_oracle(folders.checkpoint("llama")), together=True)
+    with pytest.raises(AdapterError, match="changed while"):
+        adapters.mount("live", path)
+
+
+def test_stacks_are_kept_from_step_to_step(desk: Callable[[str], Desk], folders: Folders) -> None:
+    """Prefill of some adapters between decodes of others copies no weights again."""
+    one = desk("llama")
+    a, b, c = ((one.mount(folders.adapter("llama", letter)),) for letter in "abc")
+    one.start({1: a, 2: b})
+    one.decode(2, 1, 2)
+    one.start({3: c, 4: a})
+    one.decode(1, 1, 2, 3, 4)
+    stacks: Any = one.adapters._stacks
+    one.start({5: a, 6: c})
+    one.end(3)
+    one.decode(2, 1, 2, 4)
+    assert one.adapters._stacks is stacks
+    assert not one.failed
 
 
 def test_half_precision_adapters_on_a_float32_model(folders: Folders, tmp_path: Path) -> None:

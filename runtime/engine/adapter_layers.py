@@ -41,23 +41,22 @@ class Stack:
 
 
 class Choice:
-    """Which place of a stack each row takes, None for none. Shared by all layers of a step."""
+    """Which place of a stack each row takes, None for none. Shared by all layers of a step.
+
+    ``chosen`` are the places that some row takes; ``is_total`` says that every row takes one.
+    """
 
     def __init__(self, places: Sequence[int | None]) -> None:
         self.chosen = sorted({place for place in places if place is not None})
         self._places = np.array([place or 0 for place in places], np.uint32)
         self._has_one = np.array([place is not None for place in places])
+        self.is_total = None not in places
         self._made: dict[object, mx.array] = {}
 
     @property
     def num_rows(self) -> int:
         """Rows of the step."""
         return len(self._places)
-
-    @property
-    def is_total(self) -> bool:
-        """Every row takes one."""
-        return bool(self._has_one.all())
 
     def places(self, length: int, ndim: int) -> mx.array:
         """uint32 [length, 1, …] with ``ndim`` axes; ``length`` is a multiple of the rows."""
