@@ -6,7 +6,10 @@ from collections import deque
 from itertools import count
 
 from mlx_troupe.actors.testing import Script, ScriptedDevice
+from mlx_troupe.runtime.adapter_table import AdapterTable, Loaded
+from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import ModelInfo, RowId, SnapshotId, StepDone, StepId, StepPlan
+from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import FinishReason, Sampling
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
@@ -67,12 +70,16 @@ class Rig:
         queue: int = 4,
         budget: int = 100_000,
         prefill_token_seconds: float = 0.0005,
+        kv_limit: int | None = None,
     ) -> None:
         self.model = model
         self.script = script
         self.device = ScriptedDevice(model, script, prefill_token_seconds=prefill_token_seconds)
         self.cache = PrefixCore(budget)
         self.budget = budget
+        self.kv_limit = kv_limit
+        self.adapters = AdapterTable((), Loaded)
+        self._revisions = count(1)
         snapshots, steps = count(1), count()
         self.core = SchedulerCore(
             batch=batch,
@@ -80,11 +87,14 @@ class Rig:
             cache=budget > 0,
             new_snapshot=lambda: SnapshotId(next(snapshots)),
             new_step=lambda: StepId(next(steps)),
+            kv_limit=lambda _: kv_limit,
+            resolve=self.adapters.resolve,
         )
         self.lookups: deque[LookUp] = deque()
         self.specs: dict[RowId, RowSpec] = {}
         self.said: dict[RowId, list[RowEvent]] = {}
         self.cancelled: set[RowId] = set()
+        self.shortened: list[RowId] = []
         self.stored: list[Store] = []
         self.refused: list[QueueFull] = []
         self._rows = count(1)
@@ -94,10 +104,15 @@ class Rig:
     # ---- what happens ---------------------------------------------------------------------
 
     def submit(
-        self, prompt: tuple[int, ...], limit: int = 4, stop_ids: frozenset[int] = frozenset()
+        self,
+        prompt: tuple[int, ...],
+        limit: int = 4,
+        stop_ids: frozenset[int] = frozenset(),
+        adapters: tuple[str, ...] | None = None,
     ) -> RowId | None:
         """A new row; None when the queue refused it. Does not plan yet."""
-        spec = RowSpec(RowId(next(self._rows)), prompt, Sampling(), limit, stop_ids)
+        row = RowId(next(self._rows))
+        spec = RowSpec(row, prompt, Sampling(), limit, stop_ids, adapters=adapters)
         result = self.core.submit(spec)
         if isinstance(result, QueueFull):
             self.refused.append(result)
@@ -119,11 +134,13 @@ class Rig:
         trim_window = self.model.trim_window
         hit = None
         if not miss:
-            hit = self.cache.lookup(asked.ids, self.model.namespace, trim_window=trim_window)
+            namespace = namespace_of(self.model.namespace, asked.adapters)
+            hit = self.cache.lookup(asked.ids, namespace, trim_window=trim_window)
         self.perform(self.core.found(asked.row, hit))
 
     def plan(self) -> list[StepPlan]:
         """Launch every step that the core wants now."""
+        self.perform(self.core.reselect())
         plans: list[StepPlan] = []
         while (planned := self.core.plan()) is not None:
             plans.append(self._launch(*planned))
@@ -131,11 +148,15 @@ class Rig:
 
     def plan_one(self) -> StepPlan:
         """Launch the next step, of which there must be one."""
+        self.perform(self.core.reselect())
         planned = self.core.plan()
         assert planned is not None, "there is nothing to plan"
         return self._launch(*planned)
 
     def _launch(self, plan: StepPlan, effects: tuple[Effect, ...]) -> StepPlan:
+        for start in plan.start:
+            wanted = self.adapters.resolve(self.specs[start.row].adapters)
+            assert start.adapters == wanted, "a row starts with what its ids stood for before"
         self.device.launch(plan)
         self.perform(effects)
         return plan
@@ -152,6 +173,31 @@ class Rig:
         self.perform(self.core.device_lost("the device broke"))
         self.cache = PrefixCore(self.budget)
 
+    def ready(self) -> None:
+        """The device has loaded its model, and the adapters that belong to it."""
+        for info in self.adapters.mounted.values():
+            self.device.mounted[info.revision] = info
+        self.perform(self.core.ready(self.model))
+
+    def mount(self, adapter_id: str) -> None:
+        """New content under an id, as the adapters' actor does it: the device first."""
+        revision = f"revision {next(self._revisions)}"
+        info = AdapterInfo(adapter_id, "/nowhere", revision, 1, 1.0, 1, 1, 1)
+        if self.core.model is not None:
+            self.device.mounted[revision] = info
+        self.adapters.put(info)
+        self._unmount_retired()
+
+    def unmount(self, adapter_id: str) -> None:
+        """An id stands for nothing any more."""
+        self.adapters.remove(adapter_id)
+        self._unmount_retired()
+
+    def _unmount_retired(self) -> None:
+        for revision in self.adapters.retired:
+            self.device.unmount(revision)
+            self.adapters.freed(revision)
+
     def lose_cache(self) -> None:
         """The index crashed; it is empty, and what it held is released."""
         snapshots = self.cache.snapshots()
@@ -164,12 +210,15 @@ class Rig:
         while self.lookups:
             self.answer()
         self.plan()
+        if self.lookups and not self.core.in_flight:
+            # A row that was about to start had to ask again.
+            return self.step()
         return self.settle() if self.core.in_flight else None
 
     def drain(self) -> None:
         """Go on until nothing happens any more, then check that nothing was left behind."""
         if self.core.model is None:
-            self.perform(self.core.ready(self.model))
+            self.ready()
         while self.step() is not None:
             self.check()
         self.check()
@@ -219,13 +268,15 @@ class Rig:
         assert not self.is_over(event.row), "a row spoke after its last word"
         said.append(event)
         tokens, reason = solo(spec, self.model, self.script)
+        made = self.tokens(event.row)
         match event:
             case Started():
                 assert said == [event], "a row started twice"
             case TokenMade():
                 assert isinstance(said[0], Started), "a token came before the start"
-                made = self.tokens(event.row)
                 assert made == tokens[: len(made)], "a row's tokens are not those of it alone"
+            case RowEnded(_, FinishReason.LENGTH) if self.kv_limit and len(made) < len(tokens):
+                self.shortened.append(event.row)
             case RowEnded():
                 assert self.tokens(event.row) == tokens, "a row ended early"
                 assert event.reason is reason
@@ -237,7 +288,7 @@ class Rig:
         assert self.device.snapshots[store.snapshot] == store.ids, "a state is not that of its ids"
         result = self.cache.put(
             store.ids,
-            self.model.namespace,
+            namespace_of(self.model.namespace, store.adapters),
             store.snapshot,
             store.nbytes,
             kind=store.kind,

@@ -21,6 +21,7 @@ from mlx_troupe.runtime.scheduling.effects import RowBroken, RowEnded, Started
 BASES = tuple(
     tuple(1 + i * k % 5 for i in range(n)) for n, k in ((0, 1), (20, 2), (70, 3), (300, 7))
 )
+SELECTIONS = ((), (), ("a",), ("b",), ("a", "b"), ("b", "a"))
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -32,17 +33,25 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(self.model, batch=3, queue=3, budget=2_000)
         self.rows: list[RowId] = []
+        for adapter_id in "ab":
+            self.rig.mount(adapter_id)
 
     @rule(
         base=st.sampled_from(BASES),
         rest=st.lists(st.integers(1, 3), min_size=1, max_size=40),
         limit=st.integers(1, 6),
         stop_ids=st.sets(st.integers(1, 12), max_size=2),
+        adapters=st.sampled_from(SELECTIONS),
     )
     def submit(
-        self, base: tuple[int, ...], rest: list[int], limit: int, stop_ids: set[int]
+        self,
+        base: tuple[int, ...],
+        rest: list[int],
+        limit: int,
+        stop_ids: set[int],
+        adapters: tuple[str, ...],
     ) -> None:
-        row = self.rig.submit((*base, *rest), limit, frozenset(stop_ids))
+        row = self.rig.submit((*base, *rest), limit, frozenset(stop_ids), adapters)
         if row is not None:
             self.rows.append(row)
         self.rig.plan()
@@ -80,7 +89,18 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.core.model is None)
     @rule()
     def ready(self) -> None:
-        self.rig.perform(self.rig.core.ready(self.model))
+        self.rig.ready()
+
+    @rule(adapter_id=st.sampled_from("ab"))
+    def mount(self, adapter_id: str) -> None:
+        self.rig.mount(adapter_id)
+        self.rig.plan()
+
+    @rule(adapter_id=st.sampled_from("ab"))
+    def unmount(self, adapter_id: str) -> None:
+        if adapter_id in self.rig.adapters.mounted:
+            self.rig.unmount(adapter_id)
+        self.rig.plan()
 
     @rule()
     def lose_cache(self) -> None:
