@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from mlx_troupe.runtime.device import (
     PrefillRow,
     RowId,
     StartRow,
+    StepDone,
     StepId,
     StepPlan,
 )
@@ -47,6 +48,12 @@ class Outcome:
         """One more token."""
         self.ids.append(token)
         self.logprobs.append(np.array(logprobs.astype(mx.float32)))
+
+    def clear_ids(self, gap: float) -> list[int]:
+        """The ids before the first position whose two best are closer than ``gap``."""
+        best = np.sort(np.stack(self.logprobs), axis=-1)[:, -2:]
+        close = np.flatnonzero(best[:, 1] - best[:, 0] < gap)
+        return self.ids[: close[0]] if close.size else self.ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,33 @@ def _ask_mlx_lm(model: nn.Module, ids: Sequence[int]) -> Outcome:
     return outcome
 
 
-def lone_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelInfo, list[Outcome]]:
-    """Our device's answers to ``PROMPTS``, one row after the other, steps two deep."""
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What our device makes of ``PROMPTS``: one after the other, then at once."""
+
+    info: ModelInfo
+    alone: tuple[Outcome, ...]
+    together: tuple[list[int], ...]
+    batched_rows: int
+
+
+@cache
+def answers(name: str, bits: int | None = None) -> Answers:
+    """Made once. Steps are two deep, as the scheduler launches them."""
+    device = MLXDevice(family(name, bits).path, name="tiny", dtype="keep")
+    info = device.open()
+    alone = tuple(_ask_alone(device, RowId(i), ids) for i, ids in enumerate(PROMPTS, 1))
+    rows = {RowId(i): ids for i, ids in enumerate(PROMPTS, 11)}
+    tokens: dict[RowId, list[int]] = {row: [] for row in rows}
+    for done in _two_deep(device, _plans(rows)):
+        for sampled in done.sampled:
+            tokens[sampled.row].append(sampled.token)
+    batched = device.stats().batched_rows
+    device.close()
+    return Answers(info, alone, tuple(tokens.values()), batched)
+
+
+def _ask_alone(device: MLXDevice, row: RowId, ids: tuple[int, ...]) -> Outcome:
     seen: list[mx.array] = []
     draw = Sampler.draw
 
@@ -90,35 +122,29 @@ def lone_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelInfo, l
         seen.append(logits[0])
         return draw(self, logits, *rest, **more)
 
-    device = MLXDevice(path, name="tiny", dtype="keep")
-    info = device.open()
-    outcomes: list[Outcome] = []
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "draw", recording)
-        for number, ids in enumerate(PROMPTS):
-            seen.clear()
-            row = RowId(number + 1)
-            start = StartRow(row, ids, Sampling(), Cold())
-            first = StepPlan(
-                StepId(0),
-                start=(start,),
-                prefill=(PrefillRow(row, len(ids) - 1),),
-                decode=(row,),
-            )
-            plans = [first, *(StepPlan(StepId(i), decode=(row,)) for i in range(1, TOKENS))]
-            tokens = [s.token for done in _two_deep(device, plans) for s in done.sampled]
-            outcome = Outcome()
-            for token, logits in zip(tokens, seen, strict=True):
-                outcome.add(token, logits - mx.logsumexp(logits, keepdims=True))
-            outcomes.append(outcome)
-            device.launch(StepPlan(StepId(TOKENS), end=(row,)))
-            device.settle()
-    device.close()
-    return info, outcomes
+        done = _two_deep(device, [*_plans({row: ids}), StepPlan(StepId(TOKENS), end=(row,))])
+    outcome = Outcome()
+    tokens = [sampled.token for step in done for sampled in step.sampled]
+    for token, logits in zip(tokens, seen, strict=True):
+        outcome.add(token, logits - mx.logsumexp(logits, keepdims=True))
+    return outcome
 
 
-def _two_deep(device: MLXDevice, plans: Sequence[StepPlan]) -> list[Any]:
-    done: list[Any] = []
+def _plans(rows: Mapping[RowId, tuple[int, ...]]) -> Iterator[StepPlan]:
+    yield StepPlan(
+        StepId(0),
+        start=tuple(StartRow(row, ids, Sampling(), Cold()) for row, ids in rows.items()),
+        prefill=tuple(PrefillRow(row, len(ids) - 1) for row, ids in rows.items()),
+        decode=tuple(rows),
+    )
+    for number in range(1, TOKENS):
+        yield StepPlan(StepId(number), decode=tuple(rows))
+
+
+def _two_deep(device: MLXDevice, plans: Iterable[StepPlan]) -> list[StepDone]:
+    done: list[StepDone] = []
     for number, plan in enumerate(plans):
         device.launch(plan)
         device.push()
@@ -127,21 +153,24 @@ def _two_deep(device: MLXDevice, plans: Sequence[StepPlan]) -> list[Any]:
     return [*done, device.settle()]
 
 
-def ragged_run(model: nn.Module) -> None:
-    """As many rows as key heads, then more; windows and capacities crossed, columns taken back."""
+def ragged_run(model: nn.Module, *, can_take_back: bool = True) -> None:
+    """As many rows as key heads, then more; windows and capacities crossed, columns taken back.
+
+    ``can_take_back`` is False for recurrent layers, which keep all columns of a step or none.
+    """
     troupe = Troupe(model)
-    troupe.add(0, 3, steps=18)
-    troupe.add(1, 14, steps=16)
+    troupe.add(0, 3, steps=20)
+    troupe.add(1, 14, steps=20)
     for _ in range(3):
         troupe.step()
     troupe.step(4)
-    troupe.add(2, 60, steps=16)
-    troupe.add(3, 0, steps=16)
+    troupe.add(2, 60, steps=20)
+    troupe.add(3, 0, steps=20)
     troupe.step()
     troupe.step(4)
     troupe.drop(1)
-    troupe.add(4, 40, steps=16)
+    troupe.add(4, 40, steps=20)
     troupe.step()
-    troupe.step(3, [1, 0, 3, 2])
+    troupe.step(3, [1, 0, 3, 2] if can_take_back else 3)
     troupe.step(2)
     troupe.step()

@@ -114,7 +114,7 @@ class Troupe:
         mx.eval(logits, self.batch.arrays)
         return logits
 
-    def step(self, columns: int = 1, kept: Sequence[int] | None = None) -> None:
+    def step(self, columns: int = 1, kept: Sequence[int] | int | None = None) -> None:
         """One pass, every row's logits compared with its solo run."""
         logits = self.forward(columns)
         for i, row in enumerate(self.batch.rows):

@@ -221,6 +221,6 @@ DRAWS: dict[str, Draw] = {
     "gemma2": Draw(embedding=0.05, last_norm=9.0),
     "gemma3_text": Draw(embedding=0.125),
     "gemma4_text": Draw(seed=1, embedding=0.125, query_norm=0.4),
-    "gemma4": Draw(seed=1, embedding=0.125, query_norm=0.4),
+    "gemma4": Draw(seed=4, embedding=0.125, query_norm=0.4),
     "gemma4_text-moe": Draw(embedding=0.125, query_norm=0.4),
 }
