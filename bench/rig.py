@@ -6,9 +6,13 @@ import importlib.util
 import sys
 import time
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_troupe.runtime.device import StepDone
 
 
 def ready() -> None:
@@ -35,29 +39,33 @@ class Rig:
         self._rows = count(1)
         self._steps = count(0)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Prefill rows for these prompts, one after the other."""
+    def start(
+        self, prompts: Sequence[Sequence[int]], matchers: Sequence[object] = ()
+    ) -> tuple[int, ...]:
+        """Prefill rows for these prompts, one after the other; the first ones have matchers."""
         from mlx_troupe.runtime import device as d
         from mlx_troupe.runtime.requests import Sampling
 
         ids = tuple(d.RowId(next(self._rows)) for _ in prompts)
-        for row, prompt in zip(ids, prompts, strict=True):
-            start = d.StartRow(row, tuple(prompt), Sampling(), d.Cold())
-            self._step(start=(start,))
+        for row, prompt, matcher in zip_longest(ids, prompts, matchers):
+            start = d.StartRow(row, tuple(prompt), Sampling(), d.Cold(), matcher=matcher)
+            self.step(start=(start,))
             for done in range(0, len(prompt) - 1, 2048):
                 size = min(2048, len(prompt) - 1 - done)
-                self._step(prefill=(d.PrefillRow(row, size),))
+                self.step(prefill=(d.PrefillRow(row, size),))
         return ids
 
     def end(self, rows: tuple[int, ...]) -> None:
         """Drop rows."""
-        self._step(end=rows)
+        self.step(end=rows)
 
-    def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    def rate(
+        self, prompts: Sequence[Sequence[int]], tokens: int, matchers: Sequence[object] = ()
+    ) -> float:
         """Tokens per second of all rows while they decode together."""
         from mlx_troupe.runtime import device as d
 
-        rows = self.start(prompts)
+        rows = self.start(prompts, matchers)
 
         def launch() -> None:
             self.device.launch(d.StepPlan(d.StepId(next(self._steps)), decode=rows))  # type: ignore[arg-type]
@@ -78,9 +86,10 @@ class Rig:
         self.end(rows)
         return made / seconds
 
-    def _step(self, **parts: object) -> None:
+    def step(self, **parts: object) -> StepDone:
+        """One step, waited for."""
         from mlx_troupe.runtime import device as d
 
         self.device.launch(d.StepPlan(d.StepId(next(self._steps)), **parts))  # type: ignore[arg-type]
         self.device.push()
-        self.device.settle()
+        return self.device.settle()

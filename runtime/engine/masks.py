@@ -76,9 +76,9 @@ class MaskMaker:
         return Masks(words.view(np.uint32), faults)
 
 
-def penalties(masks: Masks, logits: mx.array) -> mx.array:
-    """What to add to ``logits`` [B, V], in their type: 0 for allowed tokens, -inf for the rest."""
-    words = mx.array(masks.words)
-    bits = (words[:, :, None] >> mx.arange(WORD, dtype=mx.uint32)) & 1
-    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[-1]]
-    return mx.where(allowed == 1, mx.array(0, logits.dtype), mx.array(-mx.inf, logits.dtype))
+def restricted(logits: mx.array, masks: Masks) -> mx.array:
+    """Logits [B, V] as they are for tokens that are allowed, and -inf for all others."""
+    bits = mx.left_shift(mx.array(1, mx.uint32), mx.arange(WORD, dtype=mx.uint32))
+    allowed = mx.bitwise_and(mx.array(masks.words)[:, :, None], bits) != 0
+    allowed = allowed.reshape(logits.shape[0], -1)[:, : logits.shape[-1]]
+    return mx.where(allowed, logits, mx.array(-mx.inf, logits.dtype))

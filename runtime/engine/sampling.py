@@ -25,7 +25,7 @@ from ..device import MAX_LOGPROBS
 from ..requests import Sampling
 from .filters import Needs, Parameters, choose, needs_of, parameters_of
 from .logprobs import Scores, score
-from .masks import Masks, penalties
+from .masks import Masks, restricted
 from .processors import Past, Processors, past_of
 from .randomness import mix, uniforms
 from .selection import DeviceKit, HostKit, Kit
@@ -183,7 +183,7 @@ class Sampler:
             logits = plan.processors.apply(logits, inputs)
         # The maximum of a row that holds a NaN is NaN.
         finite = mx.isfinite(mx.max(logits, axis=-1))
-        allowed = logits if masks is None else logits + penalties(masks, logits)
+        allowed = logits if masks is None else restricted(logits, masks)
         values = self._values(allowed, rows)
         tokens = self._choose(allowed, values, plan, positions)
         reported = mx.where(finite, tokens.astype(mx.int32), -1)

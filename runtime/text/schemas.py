@@ -28,7 +28,7 @@ DATA_KEYWORDS = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are data, in which nothing is a reference."""
 
 
-def check_schema(schema: Mapping[str, Any], param: str) -> None:
+def check_schema(schema: dict[str, Any], param: str) -> None:
     """Raise InvalidRequest, naming ``param``, for what is no JSON Schema.
 
     The dialect is the one that ``$schema`` names, else 2020-12 or, for older schemas that do not
@@ -53,7 +53,7 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
             )
 
 
-def _refusal(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+def _refusal(schema: dict[str, Any]) -> tuple[str, str] | None:
     """Where a schema breaks its dialect's rules and how, or None."""
     # Imported when the first schema comes, as the grammar engine is.
     from jsonschema_rs import ValidationError, meta
