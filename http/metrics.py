@@ -33,6 +33,7 @@ GAUGES = (
     ("mlx_troupe_kv_bytes", "Bytes of state of running rows", ("batch", "kv_bytes")),
     ("mlx_troupe_prompt_cache_bytes", "Bytes of kept prefixes", ("prompt_cache", "bytes")),
     ("mlx_troupe_prompt_cache_entries", "Kept prefixes", ("prompt_cache", "entries")),
+    ("mlx_troupe_adapter_bytes", "Bytes of mounted adapters", ("adapters", "ram_bytes")),
 )
 COUNTERS = (
     ("mlx_troupe_prompt_cache_hits", "Prefix lookups that hit", ("prompt_cache", "hits")),

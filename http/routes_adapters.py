@@ -57,6 +57,8 @@ def adapter_routes(edge: Edge) -> Blueprint:
         # By the name that the client used, which may be a link's.
         adapter_id = wanted.id or Path(wanted.path).name or folder.name
         try:
+            # What cannot be mounted is refused before the device has to look at it.
+            await trio.to_thread.run_sync(_look_at, edge, folder)
             info = await runtime.mount_adapter(adapter_id, folder)
         except AdapterError as error:
             message = error.message.replace(str(folder), wanted.path)
@@ -92,10 +94,20 @@ def _card(edge: Edge, offered: OfferedAdapter, mounted: set[str]) -> AvailableCa
         card.mounted = found.revision in mounted
         card.rank, card.scale = found.rank, found.scale
         card.size_bytes, card.base_model = found.size_bytes, found.base_model
-        if edge.runtime.model is not None:
-            edge.runtime.check_adapter(found)
-            card.compatible = True
+        card.compatible = _look_at(edge, offered.folder)
     except AdapterError as error:
         card.compatible = False
         card.reason = error.message.replace(str(offered.folder), offered.name)
     return card
+
+
+def _look_at(edge: Edge, folder: Path) -> bool | None:
+    """Whether a folder's adapter can be mounted; None while the model loads.
+
+    Raises AdapterError with the reason why not.
+    """
+    found = describe(folder)
+    if edge.runtime.model is None:
+        return None
+    edge.runtime.check_adapter(found)
+    return True

@@ -65,7 +65,9 @@ class Server:
 @asynccontextmanager
 async def server(*offered: Path, adapters: tuple[Path, ...] = ()) -> AsyncIterator[Server]:
     """A server whose clients may mount what is under ``offered``."""
-    async with company(adapters=adapters) as (runtime, device):
+    device = ScriptedDevice()
+    device.targets = (AdapterTarget(QUERY, "linear", 8, 8),)
+    async with company(device, adapters=adapters) as (runtime, _):
         app = create_app(runtime, HttpSettings(port=0, adapter_dirs=offered))
         yield Server(app.test_client(), runtime, device)
 
@@ -143,7 +145,6 @@ async def test_the_default_and_what_beats_it(tmp_path: Path) -> None:
 
 async def test_available(tmp_path: Path) -> None:
     """What may be mounted: what is, what fits, and why another does not."""
-    device_modules = (AdapterTarget(QUERY, "linear", 8, 8),)
     write_adapter(tmp_path / "good", 1)
     write_adapter(tmp_path / "other", 2)
     write_adapter(tmp_path / "owner" / "wide", 3, modules={QUERY: (8, 16)})
@@ -151,7 +152,6 @@ async def test_available(tmp_path: Path) -> None:
     (tmp_path / "torn" / "adapter_config.json").write_text("{")
     (tmp_path / "not-one").mkdir()
     async with server(tmp_path) as s:
-        s.runtime.view.adapter_targets = device_modules
         await s.send("POST", ADAPTERS, {"id": "mine", "path": "good"})
         reply = await s.send("GET", f"{ADAPTERS}/available")
     cards = {card["path"]: card for card in reply.body["data"]}
@@ -177,6 +177,20 @@ async def test_a_bad_folder_is_a_400_that_names_what_the_client_named(tmp_path: 
         assert (reply.status, reply.body["error"]["code"]) == (400, "invalid_adapter")
         assert "torn" in reply.body["error"]["message"]
         assert str(tmp_path) not in str(reply.body)
+
+
+async def test_what_does_not_fit_never_reaches_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has rows to compute."""
+    write_adapter(tmp_path / "wide", modules={QUERY: (8, 16)})
+    asked: list[str] = []
+    async with server(tmp_path) as s:
+        monkeypatch.setattr(s.device, "mount", lambda name, _: asked.append(name))
+        reply = await s.send("POST", ADAPTERS, {"path": "wide"})
+    assert (reply.status, asked) == (400, [])
+    assert "does not fit" in reply.body["error"]["message"]
+    assert str(tmp_path) not in str(reply.body)
 
 
 @pytest.mark.parametrize(
