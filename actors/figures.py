@@ -77,6 +77,11 @@ def _model(model: ModelInfo | None) -> dict[str, object] | None:
         "context_window": model.context_window,
         "device": model.device,
         "kv_bytes_per_token": model.kv_bytes_per_token,
+        "kv": {
+            "scheme": model.kv_scheme,
+            "start": model.trim_floor,
+            "layers": [asdict(alike) for alike in model.kv_layers],
+        },
     }
 
 

@@ -354,6 +354,7 @@ async def open_runtime(
             name=settings.name,
             dtype=settings.dtype,
             batch=settings.batch,
+            kv=settings.kv,
             xtc_exempt=source.line_breaks,
         )
     if worker is None:

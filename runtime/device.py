@@ -30,6 +30,20 @@ StepId = NewType("StepId", int)
 
 
 @dataclass(frozen=True, slots=True)
+class KVLayers:
+    """Layers that keep keys and values alike, as read off their arrays.
+
+    ``kind`` is "full", "sliding" or "recurrent", ``form`` what the arrays hold, in words;
+    ``bytes_per_token`` is what one token of capacity takes in one such layer of one row.
+    """
+
+    kind: str
+    form: str
+    layers: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the scheduler must know about a loaded model.
 
@@ -42,10 +56,14 @@ class ModelInfo:
         lone_reason: why not, in words, when ``batchable`` is False.
         trim_window: a state of ``n`` tokens can be cut to any shorter length while
             ``n <= trim_window``; None = always (plain layouts), 0 = never (recurrent).
+        trim_floor: a state of at least so many tokens is encoded for good and is never cut below;
+            a shorter one is still plain. 0 = there is no such limit.
         ragged_prefill: several prompts can be prefilled in one forward pass.
         launches_ahead: launching a step with prefill returns before it is computed. Where it does
             not (a CPU), a second one must not be queued: it could not be taken back.
         kv_bytes_per_token: bytes of state that one more token costs in one row.
+        kv_scheme: how keys and values are kept, in the words of ``--kv-quant``.
+        kv_layers: what came of it, layers alike counted together.
         weights_bytes: of the weights as they were loaded.
         prefill_bytes_per_token: what prefill takes beside weights and state for each token of a
             step, roughly.
@@ -60,9 +78,12 @@ class ModelInfo:
     batchable: bool = True
     lone_reason: str = ""
     trim_window: int | None = None
+    trim_floor: int = 0
     ragged_prefill: bool = True
     launches_ahead: bool = True
     kv_bytes_per_token: int = 0
+    kv_scheme: str = "off"
+    kv_layers: tuple[KVLayers, ...] = ()
     weights_bytes: int = 0
     prefill_bytes_per_token: int = 0
     namespace: str = ""
@@ -71,6 +92,10 @@ class ModelInfo:
     def can_trim(self, length: int) -> bool:
         """Whether a state of ``length`` tokens can still be cut to a shorter prefix."""
         return self.trim_window is None or length <= self.trim_window
+
+    def can_cut(self, have: int, length: int) -> bool:
+        """Whether a state of ``have`` tokens serves as one of its first ``length``."""
+        return length == have or (self.can_trim(have) and not length < self.trim_floor <= have)
 
 
 @dataclass(frozen=True, slots=True)

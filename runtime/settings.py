@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from .kvschemes import PLAIN_KV, KVScheme
 from .requests import DEFAULT_HLG, Hlg
 
 Dtype: TypeAlias = Literal["auto", "keep", "float32", "bfloat16"]
@@ -29,6 +30,7 @@ class Settings:
             no limit, and then estimates only advise.
         memory_budget_bytes: the same for all that the model takes: weights, prefill, kept and
             running states, by estimate.
+        kv: how keys and values are kept.
         max_tokens: cap on every request's output; None = none.
         temperature, top_p, top_k: defaults for requests that leave them out; None = the model's
             generation_config.json, then 0.7 / off / off.
@@ -49,6 +51,7 @@ class Settings:
     prompt_cache_bytes: int = 8 << 30
     kv_budget_bytes: int | None = None
     memory_budget_bytes: int | None = None
+    kv: KVScheme = PLAIN_KV
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -21,6 +21,7 @@ from .options import (
     adapter_option,
     check_adapters,
     dtype_option,
+    kv_option,
     model_argument,
     offline_option,
     sampling_options,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ...actors.blocking import BlockingRuntime
+    from ...runtime.kvschemes import KVScheme
     from ...runtime.settings import Dtype
 
 EPILOG = """\b
@@ -49,6 +51,7 @@ In the chat /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
 @sampling_options
 @adapter_option
+@kv_option
 @dtype_option
 @offline_option
 def chat(
@@ -59,6 +62,7 @@ def chat(
     top_p: float | None,
     top_k: int | None,
     adapters: tuple[Path, ...],
+    kv: KVScheme,
     dtype: Dtype,
     offline: bool,
 ) -> None:
@@ -76,7 +80,7 @@ def chat(
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() line editing and a history)
         click.echo(f"Loading {found.name} ({found.source}) ...", err=True)
-    with open_ready(settings_for_one(found, dtype, adapters)) as runtime:
+    with open_ready(settings_for_one(found, dtype, adapters, kv)) as runtime:
         if person:
             click.echo("Ready. /help lists the commands, Ctrl-D leaves.", err=True)
         Stage(runtime, wishes, Conversation(system), person).talk()

@@ -24,6 +24,7 @@ from .options import (
     adapter_option,
     check_adapters,
     dtype_option,
+    kv_option,
     model_argument,
     offline_option,
     sampling_options,
@@ -33,6 +34,7 @@ from .render import Printer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ...runtime.kvschemes import KVScheme
     from ...runtime.settings import Dtype, Settings
 
 EPILOG = """\b
@@ -58,6 +60,7 @@ Examples:
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead.")
 @adapter_option
+@kv_option
 @dtype_option
 @offline_option
 def generate(
@@ -71,6 +74,7 @@ def generate(
     seed: int | None,
     as_json: bool,
     adapters: tuple[Path, ...],
+    kv: KVScheme,
     dtype: Dtype,
     offline: bool,
 ) -> None:
@@ -87,7 +91,7 @@ def generate(
     trial = Trial(Printer(quiet=as_json))
     check_adapters(adapters)
     found = find_model(model, offline=offline)
-    finished = trial.run(settings_for_one(found, dtype, adapters), request)
+    finished = trial.run(settings_for_one(found, dtype, adapters, kv), request)
     if as_json:
         click.echo(json.dumps(trial.picture(finished), ensure_ascii=False))
     else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from ...runtime.errors import GenerationFailed
+from ...runtime.kvschemes import PLAIN_KV, KVScheme
 from ...runtime.requests import Failed, Finished, GenerationRequest, SamplingRequest, TextDelta
 from ...runtime.settings import Dtype, Settings
 from .options import GIB, default_prompt_cache
@@ -37,7 +38,10 @@ class Wishes:
 
 
 def settings_for_one(
-    model: ResolvedModel, dtype: Dtype, adapters: tuple[Path, ...] = ()
+    model: ResolvedModel,
+    dtype: Dtype,
+    adapters: tuple[Path, ...] = (),
+    kv: KVScheme = PLAIN_KV,
 ) -> Settings:
     """One row at a time; prompts are kept, so that a chat's next turn starts where it ended."""
     return Settings(
@@ -46,6 +50,7 @@ def settings_for_one(
         batch=1,
         queue=1,
         dtype=dtype,
+        kv=kv,
         prompt_cache_bytes=int(default_prompt_cache() * GIB),
         adapters=adapters,
     )

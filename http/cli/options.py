@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ...runtime.kvschemes import PLAIN_KV, KVScheme, parse_kv_quant
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 GIB = 1 << 30
@@ -26,6 +28,21 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a number.", param, ctx)
         return number
+
+
+class KVQuant(click.ParamType):
+    """The words of ``--kv-quant`` as a scheme."""
+
+    name = "kv-quant"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> KVScheme:
+        """Fails as a usage error that says what there is."""
+        try:
+            return parse_kv_quant(value)
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
 
 
 def model_argument(command: Command) -> Command:
@@ -111,6 +128,29 @@ def dtype_option(command: Command) -> Command:
         show_default=True,
         help="What weights are expanded to at load. auto: float32 on a CPU when memory allows, "
         "as they are elsewhere.",
+    )(command)
+
+
+def kv_option(command: Command) -> Command:
+    """``--kv-quant``: one scheme; a second one is refused, as it would silently win."""
+
+    def only_one(
+        ctx: click.Context, param: click.Parameter, value: tuple[KVScheme, ...]
+    ) -> KVScheme:
+        if len(value) > 1:
+            raise click.BadParameter("give it once: schemes exclude each other.", ctx, param)
+        return value[0] if value else PLAIN_KV
+
+    return click.option(
+        "--kv-quant",
+        "kv",
+        metavar="SCHEME",
+        type=KVQuant(),
+        multiple=True,
+        callback=only_one,
+        help="Keep keys and values in fewer bits: 4 or 8 (affine), config (by layer, as the "
+        "model's kv_config.json says), turbo or turbo:kXvY (TurboQuant, keys of X and values of "
+        "Y bits; k8v3 unless said). Unset or off: as the model makes them.",
     )(command)
 
 

@@ -26,12 +26,15 @@ from .options import (
     default_prompt_cache,
     dtype_option,
     hlg_options,
+    kv_option,
     model_argument,
     offline_option,
     sampling_options,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import trio
 
     from ...runtime.device import ModelInfo
@@ -86,6 +89,7 @@ LOOPBACK = ("127.", "localhost", "::1")
     help="A directory whose adapter folders clients may mount; repeatable. Unset: the folders of "
     "--adapter, and adapters/ in the cache.",
 )
+@kv_option
 @dtype_option
 @offline_option
 @click.option(
@@ -149,6 +153,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         batch=flags["batch"],
         queue=flags["queue"],
         dtype=flags["dtype"],
+        kv=flags["kv"],
         prompt_cache_bytes=int(flags["prompt_cache"] * GIB),
         max_tokens=flags["max_tokens"],
         temperature=flags["temperature"],
@@ -217,6 +222,7 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         f"model    {model.name}",
         f"device   {model.device}",
         f"context  {window}; requests: {rows}",
+        *(f"kv       {line}" for line in _kept(model)),
     ]
     if settings.adapters:
         lines.append(f"adapter  {' + '.join(start.id for start in mountings(settings.adapters))}")
@@ -232,6 +238,15 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         "Ctrl-C stops.",
     ]
     return "\n".join(lines)
+
+
+def _kept(model: ModelInfo) -> Iterator[str]:
+    """How keys and values are kept, if not as the model makes them, as the arrays say."""
+    if model.kv_scheme == "off":
+        return
+    for alike in model.kv_layers:
+        size = f", {alike.bytes_per_token} bytes a token" if alike.bytes_per_token else ""
+        yield f"{alike.layers} {alike.kind} layers: {alike.form}{size} each"
 
 
 async def _tell_of_stop(stop: Stop) -> None:

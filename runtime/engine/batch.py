@@ -12,7 +12,7 @@ One step::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -23,6 +23,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from ..device import RowId
 from .codecs import Codec, Image
 from .groups import GroupKey, Groups, capacity_for
+from .kvplan import PLAIN_PLAN, KVPlan, encoded
 from .layouts import BatchLayout, KVLayout, Piece
 from .lone import CannotTrim, window_of_cache
 from .nesting import flatten, nest
@@ -36,12 +37,13 @@ __all__ = ["CannotTrim", "RowBatch", "why_not_batchable"]
 class RowBatch:
     """Ragged rows in capacity groups. Raises TypeError for a model with other cache kinds.
 
-    ``codecs`` has one for each layer: what encoded rows are stored in; None = plain for ever.
+    ``plan`` says in what its layers are encoded, and from which length of a row on.
     """
 
-    def __init__(self, model: nn.Module, codecs: Iterable[Codec | None] = repeat(None)) -> None:
+    def __init__(self, model: nn.Module, plan: KVPlan = PLAIN_PLAN) -> None:
+        self._plan = plan
         self._nesting = make_prompt_cache(model)
-        pairs = zip(flatten(self._nesting), codecs, strict=False)
+        pairs = zip(flatten(self._nesting), plan.codecs or repeat(None), strict=False)
         self._layers: list[BatchLayout] = [_layout_of(cache, codec) for cache, codec in pairs]
         self._groups = Groups()
         self._joining: dict[RowId, list[Image | None]] = {}
@@ -132,6 +134,10 @@ class RowBatch:
         held = self._groups.length(row)
         triples = zip(self._images(row), self._layers, self._oldest_held(row), strict=True)
         leaves = [layer.give(image, length, oldest, held) for image, layer, oldest in triples]
+        if self._groups.is_encoded(row) and length:
+            # Its conversion may still be waiting for the next step.
+            pairs = zip(leaves, self._plan.codecs, strict=True)
+            leaves = [encoded(cache, codec) for cache, codec in pairs]
         return nest(leaves, self._nesting)
 
     def convert(self, row: RowId) -> None:
@@ -171,6 +177,10 @@ class RowBatch:
             reached = self._groups.length(row) + self._columns
             self._written[row] = max(self._written[row], reached)
         self._groups.commit(counts)
+        if self._plan.encodes:
+            for row in rows:
+                if self._groups.length(row) >= self._plan.start:
+                    self._groups.convert(row)
 
     def _move(self, columns: int) -> None:
         relayout = self._groups.begin(columns)

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from .attention import attend_group, attend_group_folded
+from .rings import QuantizedRing, to_ring
 from .steps import Reach
 
 Stored: TypeAlias = tuple[mx.array, ...]
@@ -37,6 +38,11 @@ class Image:
 
 class Codec(Protocol):
     """One way to store keys and values."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+        ...
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """What is kept of keys and values [B, heads, tokens, width]."""
@@ -69,9 +75,15 @@ class Codec(Protocol):
         """Give an empty cache its arrays; ``length`` counts all tokens, forgotten ones too."""
         ...
 
+    def convert(self, cache: Any) -> Any:
+        """A plain single-row cache in this form (lazy); what was plain is not held any more."""
+        ...
+
 
 class PlainCodec:
     """Keys and values as the model makes them."""
+
+    name = "plain"
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """See :class:`Codec`."""
@@ -111,6 +123,10 @@ class PlainCodec:
         if isinstance(cache, RotatingKVCache):
             cache._idx = stored[0].shape[2]
 
+    def convert(self, cache: Any) -> Any:
+        """See :class:`Codec`."""
+        return cache
+
 
 class AffineCodec:
     """MLX's affine quantisation of 4 or 8 bits, with mlx-lm's attention over packed arrays."""
@@ -118,6 +134,11 @@ class AffineCodec:
     def __init__(self, bits: int, group_size: int = 64) -> None:
         self.bits = bits
         self.group_size = group_size
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return f"affine {self.bits}-bit, groups of {self.group_size}"
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """Packed values, scales and biases of the keys, then those of the values."""
@@ -147,22 +168,33 @@ class AffineCodec:
 
     def is_held_by(self, cache: Any) -> bool:
         """See :class:`Codec`."""
-        return type(cache) is QuantizedKVCache and cache.bits == self.bits
+        if type(cache) not in (QuantizedKVCache, QuantizedRing):
+            return False
+        return bool((cache.bits, cache.group_size) == (self.bits, self.group_size))
 
     def stored_in(self, cache: Any) -> Stored | None:
         """See :class:`Codec`."""
         return None if cache.keys is None else (*cache.keys, *cache.values)
 
     def make_cache(self, window: int | None) -> Any:
-        """See :class:`Codec`. Raises TypeError for a sliding layer, which stays plain."""
+        """See :class:`Codec`."""
         if window is not None:
-            raise TypeError("no single-row cache for a quantised sliding layer")
+            return QuantizedRing(window, self.group_size, self.bits)
         return QuantizedKVCache(group_size=self.group_size, bits=self.bits)
 
     def fill(self, cache: Any, stored: Stored, length: int) -> None:
         """See :class:`Codec`."""
+        if isinstance(cache, QuantizedRing):
+            cache.fill(stored, length)
+            return
         cache.keys, cache.values = list(stored[:3]), list(stored[3:])
         cache.offset = length
+
+    def convert(self, cache: Any) -> Any:
+        """See :class:`Codec`; a plain layer as mlx-lm does it."""
+        if isinstance(cache, RotatingKVCache):
+            return to_ring(cache, self.group_size, self.bits)
+        return cache.to_quantized(group_size=self.group_size, bits=self.bits)
 
     def _matmul(self, x: mx.array, packed: list[mx.array], *, transpose: bool) -> mx.array:
         weights, scales, biases = packed

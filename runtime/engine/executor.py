@@ -27,8 +27,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..adapter_fit import AdapterTarget
 from ..adapters import AdapterInfo
 from ..device import (
-    Cold,
     DeviceStats,
+    KVLayers,
     ModelInfo,
     PrefillRow,
     RowFailed,
@@ -43,19 +43,20 @@ from ..device import (
     StepPlan,
 )
 from ..errors import ModelError, Unavailable
-from ..requests import Sampling
+from ..kvschemes import PLAIN_KV, KVScheme, name_of
 from ..settings import Dtype
 from .adapters import Adapters
 from .batch import why_not_batchable
 from .drawing import Drawn, Fault
+from .encodable import plan_for
 from .forward import Forward
+from .kvplan import PLAIN_PLAN
 from .lazy import ids_of
 from .masks import MaskMaker
 from .memory import MemoryLimits, give_back
 from .models import (
     Checkpoint,
     StateKind,
-    bytes_per_token,
     device_label,
     load_checkpoint,
     state_kind,
@@ -64,6 +65,7 @@ from .rows import Row
 from .sampling import Sampler
 from .selfcheck import may_prefill_together
 from .states import States
+from .warmup import warm_up
 
 MAX_UNDER_WAY = 2
 DECODES_PER_CLEARING = 256
@@ -91,6 +93,7 @@ class MLXDevice:
         name: the id that clients see.
         dtype: what the weights are expanded to.
         batch: most rows that decode together (the scheduler keeps to it).
+        kv: how keys and values are kept.
         extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
         xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
             the first row samples by XTC. End tokens are never removed.
@@ -103,6 +106,7 @@ class MLXDevice:
         name: str,
         dtype: Dtype = "auto",
         batch: int = 32,
+        kv: KVScheme = PLAIN_KV,
         extra_eos: frozenset[int] = frozenset(),
         xtc_exempt: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
@@ -110,6 +114,8 @@ class MLXDevice:
         self._name = name
         self._dtype: Dtype = dtype
         self._max_rows = batch
+        self._kv = kv
+        self._plan = PLAIN_PLAN
         self._extra_eos = extra_eos
         self._xtc_exempt = xtc_exempt
         self._rows: dict[RowId, Row] = {}
@@ -133,18 +139,19 @@ class MLXDevice:
     def open(self) -> ModelInfo:
         """Load and warm up. Raises ModelError."""
         self._limits.set()
-        checkpoint = load_checkpoint(self._path, self._dtype)
+        checkpoint = load_checkpoint(self._path, self._dtype, self._kv)
         self._model = checkpoint.model
         kind = state_kind(checkpoint.model)
         reason = kind.obstacle or why_not_batchable(checkpoint.model) or ""
+        self._plan, reason = plan_for(checkpoint.model, self._kv, self._path, reason)
         ragged = not reason and may_prefill_together(checkpoint.model)
         eos = checkpoint.eos_ids | self._extra_eos
         try:
-            token_bytes = self._prepare(eos, together=not reason, ragged=ragged)
-            self._warm_up(together=not reason)
+            self._prepare(eos, together=not reason, ragged=ragged)
+            layers = self._warm_up(together=not reason)
         except Exception as error:
             raise ModelError(f"{self._path} cannot be run: {error}") from error
-        return self._describe(checkpoint, kind, reason, ragged, eos, token_bytes)
+        return self._describe(checkpoint, kind, reason, ragged, eos, layers)
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step without waiting for its result."""
@@ -259,7 +266,7 @@ class MLXDevice:
         reason: str,
         ragged: bool,
         eos: frozenset[int],
-        token_bytes: int,
+        layers: tuple[KVLayers, ...],
     ) -> ModelInfo:
         return ModelInfo(
             name=self._name,
@@ -269,20 +276,23 @@ class MLXDevice:
             batchable=not reason,
             lone_reason=reason,
             trim_window=kind.trim_window,
+            trim_floor=self._plan.start if self._plan.encodes else 0,
             ragged_prefill=ragged,
             launches_ahead=mx.default_device() == mx.gpu,
-            kv_bytes_per_token=token_bytes,
+            kv_bytes_per_token=sum(alike.layers * alike.bytes_per_token for alike in layers),
+            kv_scheme=name_of(self._kv),
+            kv_layers=layers,
             namespace=checkpoint.namespace,
             device=device_label(checkpoint.dtype),
         )
 
-    def _prepare(self, eos: frozenset[int], *, together: bool, ragged: bool) -> int:
-        """Make what the steps need. Returns the bytes of state that one token costs."""
+    def _prepare(self, eos: frozenset[int], *, together: bool, ragged: bool) -> None:
+        """Make what the steps need."""
         caches = make_prompt_cache(self._model)
         # Never evaluated: the shapes alone are wanted.
         self._vocab_size = self._model(mx.array([[0]]), cache=caches).shape[-1]
         self._adapters = Adapters(self._model, together=together)
-        self._states = States(self._model, self._vocab_size, self._adapters)
+        self._states = States(self._model, self._vocab_size, self._adapters, self._plan)
         self._masks = MaskMaker(self._vocab_size)
         self._make_forward = partial(
             Forward,
@@ -290,28 +300,21 @@ class MLXDevice:
             Sampler(self._vocab_size, lambda: eos | self._xtc_exempt()),
             self._masks,
             self._adapters,
+            self._plan,
             together=together,
             ragged=ragged,
         )
         self._forward = self._make_forward()
-        return bytes_per_token(caches)
 
-    def _warm_up(self, *, together: bool) -> None:
-        """Run a few tokens through every path."""
-        ids = (0,) * 4
-        rows = [RowId(-1)]
+    def _warm_up(self, *, together: bool) -> tuple[KVLayers, ...]:
+        """Run a few tokens through every path; how their keys and values are kept."""
         # Compiling the batched kernels takes seconds on a GPU and nothing on a CPU.
-        if together and self._max_rows > 1 and mx.default_device() == mx.gpu:
-            rows.append(RowId(-2))
-        starts = tuple(StartRow(r, ids, Sampling(), Cold()) for r in rows)
-        chunks = tuple(PrefillRow(r, len(ids) - 1) for r in rows)
-        self.launch(StepPlan(StepId(-1), start=starts, prefill=chunks, decode=(rows[0],)))
-        self.launch(StepPlan(StepId(-2), decode=tuple(rows)))
-        faults = self.settle().failed + self.settle().failed
-        if faults:
-            raise RuntimeError(faults[0].reason)
+        several = together and self._max_rows > 1 and mx.default_device() == mx.gpu
+        warm_up(self, 2 if several else 1)
+        layers = self._plan.live_layers(*self._opened()[0].held(self._rows[RowId(-1)]))
         self.drop_rows()
         self._decodes = 0
+        return layers
 
     def _start(self, start: StartRow, states: States, forward: Forward, step: _Step) -> None:
         try:

@@ -19,6 +19,7 @@ from ..device import RowId
 from .adapters import Adapters
 from .batch import RowBatch
 from .drawing import Drawing, Drawn, Fault
+from .kvplan import KVPlan
 from .lazy import fence, start
 from .masks import MaskMaker
 from .rows import Row, next_inputs
@@ -35,7 +36,8 @@ SHORT_CHUNK, SHORT_ROW = 256, 1024
 class Forward:
     """Runs the model for the executor's rows.
 
-    ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill.
+    ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill;
+    ``plan`` is how their keys and values are kept.
     """
 
     def __init__(
@@ -44,16 +46,18 @@ class Forward:
         sampler: Sampler,
         masks: MaskMaker,
         adapters: Adapters,
+        plan: KVPlan,
         *,
         together: bool,
         ragged: bool,
     ) -> None:
         self._model: Any = model
         self._adapters = adapters
+        self._plan = plan
         self._drawing = Drawing(sampler, masks)
         self._together = together
         self._ragged = ragged
-        self._batch: Any = RowBatch(model) if together else None
+        self._batch: Any = RowBatch(model, plan) if together else None
         self._batched: dict[RowId, Row] = {}
         self._homes: dict[RowId, Any] = {}
 
@@ -79,12 +83,17 @@ class Forward:
 
     def copy(self, row: Row, length: int) -> list[Any]:
         """A compact copy (lazy) of a row's first ``length`` tokens. Raises CannotCut."""
+        self._plan.check_cut(row.processed, length)
         if (home := self._homes.get(row.id)) is None:
             return compact(row.state(length))
         if not 0 < length <= row.processed:
             raise CannotCut(f"the row holds {row.processed} tokens, not {length}")
         exported: list[Any] = home.export(row.id, length)
         return exported
+
+    def held(self, row: Row) -> tuple[list[Any], int]:
+        """A compact copy of all that a row holds, and how many tokens that is."""
+        return self.copy(row, row.processed), row.processed
 
     def prefill(self, chunks: Sequence[tuple[Row, int]]) -> tuple[list[mx.array], list[Fault]]:
         """Process prompt tokens. Returns small arrays to wait for, and the rows that failed."""
@@ -152,6 +161,7 @@ class Forward:
         self._park(row)
         tokens = mx.array(row.next_prompt_tokens(count))
         self._run([row], tokens[None], _lone_caches(row))
+        row.caches = self._plan.converted(_lone_caches(row), row.processed + count)
         return _launch_state([(row, count)], arrays_of(_lone_caches(row)))
 
     def _prefill_together(
@@ -179,7 +189,7 @@ class Forward:
         home = self._homes.get(rows[0].id)
         if home is not None and {row.id for row in rows} == set(home.rows):
             return home
-        return RowBatch(self._model)
+        return RowBatch(self._model, self._plan)
 
     def _arrange(self, wanted: Sequence[Row]) -> list[Fault]:
         """Bring exactly the rows wanted into the batch; the others go back to their own caches."""
@@ -240,6 +250,7 @@ class Forward:
         inputs = next_inputs([row])
         row.remember()
         logits = self._run([row], inputs[None], _lone_caches(row))
+        row.caches = self._plan.converted(_lone_caches(row), row.processed + 1)
         return self._draw([row], inputs, logits, [])
 
     def _run(self, rows: Sequence[Row], tokens: mx.array, caches: list[Any]) -> mx.array:

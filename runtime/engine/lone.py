@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from .codecs import PLAIN, Codec, Image
+from .rings import QuantizedRing
+from .turbo_cache import TurboCache
 
 
 class CannotTrim(Exception):
@@ -22,9 +24,9 @@ class CannotTrim(Exception):
 def window_of_cache(cache: Any) -> int | None:
     """The window of a layer with this cache. Raises TypeError for a kind that has no layout."""
     match cache:
-        case RotatingKVCache(keep=0, max_size=window):
+        case RotatingKVCache(keep=0, max_size=window) | QuantizedRing(max_size=window):
             return int(window)
-        case KVCache() | QuantizedKVCache():
+        case KVCache() | QuantizedKVCache() | TurboCache():
             return None
         case _:
             raise TypeError(f"no batch layout for {type(cache).__name__}")

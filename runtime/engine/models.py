@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes, dequantize_model, get_total_parameters, load_model
 
 from ..errors import ModelError
+from ..kvschemes import PLAIN_KV, KVScheme, PerLayerKV, read_kv_config
 from ..settings import Dtype
 from .nesting import flatten
 
@@ -63,8 +64,11 @@ class StateKind:
     obstacle: str = ""
 
 
-def load_checkpoint(path: Path, dtype: Dtype) -> Checkpoint:
-    """Load a directory. Raises ModelError for whatever keeps it from being run."""
+def load_checkpoint(path: Path, dtype: Dtype, kv: KVScheme = PLAIN_KV) -> Checkpoint:
+    """Load a directory. Raises ModelError for whatever keeps it from being run.
+
+    ``kv`` changes nothing but the namespace: states of two schemes are not interchangeable.
+    """
     config = read_config(path)
     check_family(path, config)
     check_weight_files(path)
@@ -80,7 +84,7 @@ def load_checkpoint(path: Path, dtype: Dtype) -> Checkpoint:
         model=model,
         eos_ids=_eos_ids(path, config),
         context_window=_context_window(config),
-        namespace=_namespace(path, chosen),
+        namespace=_namespace(path, chosen, kv),
         dtype=chosen,
     )
 
@@ -145,12 +149,6 @@ def state_kind(model: Module) -> StateKind:
     if windows:
         return StateKind(min(windows) - 1)
     return StateKind(None)
-
-
-def bytes_per_token(caches: Iterable[Any]) -> int:
-    """Bytes that one more token costs in caches that hold at least one (it may be lazy)."""
-    kept = [c for c in flatten(caches) if getattr(c, "keys", None) is not None]
-    return sum(x.nbytes // x.shape[2] for c in kept for x in (c.keys, c.values))
 
 
 def device_label(dtype: str) -> str:
@@ -265,8 +263,10 @@ def _context_window(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _namespace(path: Path, dtype: str) -> str:
+def _namespace(path: Path, dtype: str, kv: KVScheme) -> str:
     digest = hashlib.sha256()
+    layers = read_kv_config(path) if isinstance(kv, PerLayerKV) else ()
+    digest.update(f"{kv}:{layers}\n".encode())
     digest.update((path / "config.json").read_bytes())
     for file in sorted(path.glob("model*.safetensors")):
         stat = file.stat()

@@ -1,7 +1,7 @@
 """States of rows as mlx-lm cache objects: cutting, copying, and keeping them.
 
-Owns the kept snapshots. Runs on the device thread. Knows the two windowed caches of mlx-lm by
-name; any other cache is copied whole, through its own ``state``.
+Owns the kept snapshots. Runs on the device thread. Knows by name the caches that keep tokens
+apart, plain and encoded; any other cache is copied whole, through its own ``state``.
 
 An array is never written by two owners. mlx-lm assigns into ``cache.keys`` in place, which changes
 the Python object it holds: so every owner gets a handle of its own (``x[...]``), and MLX copies a
@@ -15,13 +15,23 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from ..device import SnapshotId, SnapshotMade
+from .rings import QuantizedRing
+from .turbo_cache import TurboCache
 
 _List: Any = CacheList
 _Plain: Any = KVCache
 _Ring: Any = RotatingKVCache
+_ENDLESS = (KVCache, QuantizedKVCache, TurboCache)
+_RINGS = (RotatingKVCache, QuantizedRing)
 
 
 class CannotCut(Exception):
@@ -43,9 +53,9 @@ def is_cuttable(cache: Any) -> bool:
     kind = type(cache)
     if kind is CacheList:
         return all(is_cuttable(c) for c in cache.caches)
-    if kind is RotatingKVCache:
+    if kind in _RINGS:
         return bool(cache.keep == 0 and cache.is_trimmable())
-    return kind is KVCache
+    return kind in _ENDLESS
 
 
 def hold(cache: Any) -> Any:
@@ -117,14 +127,24 @@ def _cut_one(cache: Any, length: int) -> Any:
     kind = type(cache)
     if kind is CacheList:
         return _List(*(_cut_one(c, length) for c in cache.caches))
-    if kind not in (KVCache, RotatingKVCache) or cache.empty():
+    if kind not in (*_ENDLESS, *_RINGS) or cache.empty():
         return clone(cache)
+    if kind is QuantizedRing:
+        *parts, group_size, bits = cache.state
+        cut_parts = [_cut_one(_Ring.from_state(part), length).state for part in parts]
+        return QuantizedRing.from_state((*cut_parts, group_size, bits))
     if kind is RotatingKVCache and not cache.is_trimmable():
         return _cut_ring(cache)
-    keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
-    if kind is KVCache:
-        return _Plain.from_state((keys, values, length))
-    return kind.from_state((keys, values, length, cache.keep, cache.max_size, length))
+
+    def first(leaf: Any) -> Any:
+        return leaf[..., :length, :] if isinstance(leaf, mx.array) else leaf
+
+    if kind is RotatingKVCache:
+        keys, values = first(cache.keys), first(cache.values)
+        return kind.from_state((keys, values, length, cache.keep, cache.max_size, length))
+    shorter = kind.from_state(tree_map(first, cache.state))
+    shorter.offset = length
+    return shorter
 
 
 def _cut_ring(cache: Any) -> Any:
@@ -164,6 +184,11 @@ class Snapshots:
         nbytes = num_bytes(caches)
         self._kept[snapshot] = _Snapshot(caches, length, nbytes)
         return SnapshotMade(snapshot, length, nbytes)
+
+    def length(self, snapshot: SnapshotId) -> int:
+        """Tokens of a kept state; 0 for an unknown id."""
+        kept = self._kept.get(snapshot)
+        return 0 if kept is None else kept.length
 
     def take(self, snapshot: SnapshotId, length: int) -> list[Any]:
         """Caches for a new row. Raises CannotCut (also for an unknown id)."""

@@ -27,6 +27,7 @@ from ..device import (
 )
 from .adapters import Adapters
 from .forward import Forward
+from .kvplan import KVPlan
 from .lazy import start as start_computing
 from .rows import Row
 from .sampling import RowSampler
@@ -36,8 +37,9 @@ from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
 class States:
     """Makes rows and keeps snapshots for one model."""
 
-    def __init__(self, model: Module, vocab_size: int, adapters: Adapters) -> None:
+    def __init__(self, model: Module, vocab_size: int, adapters: Adapters, plan: KVPlan) -> None:
         self._model = model
+        self._plan = plan
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._snapshots = Snapshots()
@@ -109,6 +111,7 @@ class States:
             case FromSnapshot(snapshot, length):
                 _check_length(length, start)
                 _check_adapters(self._made_with.get(snapshot, ()), start)
+                self._plan.check_cut(self._snapshots.length(snapshot), length)
                 return self._snapshots.take(snapshot, length), length
             case FromRow(row, length):
                 _check_length(length, start)
