@@ -76,14 +76,15 @@ def family(name: str, bits: int | None = None) -> Family:
     _FOLDERS.append(folder)
     path = make_checkpoint(Path(folder.name), name, bits=bits)
     model: Any = load_oracle(path)
-    answers = tuple(_ask_mlx_lm(model, ids) for ids in PROMPTS)
+    answers = tuple(ask_mlx_lm(model, ids) for ids in PROMPTS)
     object.__setattr__(model, "solo_runs", {})
     return Family(path, answers, model, why_not_batchable(model))
 
 
-def _ask_mlx_lm(model: nn.Module, ids: Sequence[int]) -> Outcome:
+def ask_mlx_lm(model: nn.Module, ids: Sequence[int], count: int = TOKENS) -> Outcome:
+    """Greedy decoding by mlx-lm alone."""
     outcome = Outcome()
-    for token, logprobs in generate_step(mx.array(ids), model, max_tokens=TOKENS):
+    for token, logprobs in generate_step(mx.array(ids), model, max_tokens=count):
         outcome.add(int(token), logprobs)
     return outcome
 
@@ -100,13 +101,13 @@ class Answers:
 
 @cache
 def answers(name: str, bits: int | None = None) -> Answers:
-    """Made once. Steps are two deep, as the scheduler launches them."""
+    """Made once."""
     device = MLXDevice(family(name, bits).path, name="tiny", dtype="keep")
     info = device.open()
     alone = tuple(_ask_alone(device, RowId(i), ids) for i, ids in enumerate(PROMPTS, 1))
     rows = {RowId(i): ids for i, ids in enumerate(PROMPTS, 11)}
     tokens: dict[RowId, list[int]] = {row: [] for row in rows}
-    for done in _two_deep(device, _plans(rows)):
+    for done in run_plans(device, plans(rows)):
         for sampled in done.sampled:
             tokens[sampled.row].append(sampled.token)
     batched = device.stats().batched_rows
@@ -124,7 +125,7 @@ def _ask_alone(device: MLXDevice, row: RowId, ids: tuple[int, ...]) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "draw", recording)
-        done = _two_deep(device, [*_plans({row: ids}), StepPlan(StepId(TOKENS), end=(row,))])
+        done = run_plans(device, [*plans({row: ids}), StepPlan(StepId(TOKENS), end=(row,))])
     outcome = Outcome()
     tokens = [sampled.token for step in done for sampled in step.sampled]
     for token, logits in zip(tokens, seen, strict=True):
@@ -132,7 +133,8 @@ def _ask_alone(device: MLXDevice, row: RowId, ids: tuple[int, ...]) -> Outcome:
     return outcome
 
 
-def _plans(rows: Mapping[RowId, tuple[int, ...]]) -> Iterator[StepPlan]:
+def plans(rows: Mapping[RowId, tuple[int, ...]]) -> Iterator[StepPlan]:
+    """Rows that start together and decode ``TOKENS`` tokens each."""
     yield StepPlan(
         StepId(0),
         start=tuple(StartRow(row, ids, Sampling(), Cold()) for row, ids in rows.items()),
@@ -143,9 +145,10 @@ def _plans(rows: Mapping[RowId, tuple[int, ...]]) -> Iterator[StepPlan]:
         yield StepPlan(StepId(number), decode=tuple(rows))
 
 
-def _two_deep(device: MLXDevice, plans: Iterable[StepPlan]) -> list[StepDone]:
+def run_plans(device: MLXDevice, steps: Iterable[StepPlan]) -> list[StepDone]:
+    """Two deep, as the scheduler launches them."""
     done: list[StepDone] = []
-    for number, plan in enumerate(plans):
+    for number, plan in enumerate(steps):
         device.launch(plan)
         device.push()
         if number:

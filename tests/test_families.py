@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from family_rig import PROMPTS, TOKENS, answers, family, ragged_run
+from family_rig import (
+    PROMPTS,
+    TOKENS,
+    answers,
+    ask_mlx_lm,
+    family,
+    plans,
+    ragged_run,
+    run_plans,
+)
 from mutants import forget_the_window, leak_a_slot, lose_a_token, shift_positions
 from ragged_rig import TOLERANCE, Troupe
+from tiny import load_oracle, prompt
 from tiny_families import FAMILIES
 
+from mlx_troupe.actors.threads import run_on_device_thread
+from mlx_troupe.runtime.device import (
+    FromSnapshot,
+    KeepRow,
+    PrefillRow,
+    RowId,
+    SnapshotId,
+    StartRow,
+    StepId,
+    StepPlan,
+)
 from mlx_troupe.runtime.engine import batch as batch_module
 from mlx_troupe.runtime.engine import layouts, steps
 from mlx_troupe.runtime.engine.batch import why_not_batchable
+from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
 
@@ -128,6 +152,53 @@ def test_a_lost_softcap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts.RowsCache, "attend", straight)
     with pytest.raises(AssertionError, match="differ"):
         ragged_run(family("gemma2").model)
+
+
+@pytest.mark.parametrize("name", [*SLIDING, "qwen3_5"])
+def test_a_kept_state_grows_and_is_never_cut_too_short(name: str) -> None:
+    """The next turn continues behind a turned window or a recurrence; a shorter one is refused."""
+    device = MLXDevice(family(name).path, name="tiny", dtype="keep")
+    device.open()
+    first, second, third = RowId(1), RowId(2), RowId(3)
+    ids, kept = PROMPTS[0], SnapshotId(1)
+    begun = run_plans(device, islice(plans({first: ids}), 12))
+    known = (*ids, *(sampled.token for done in begun for sampled in done.sampled))[:-1]
+    turn = (*known, *prompt(9, seed=8))
+    chunk = PrefillRow(second, len(turn) - 1 - len(known))
+    starts = (
+        StartRow(second, turn, Sampling(), FromSnapshot(kept, len(known))),
+        StartRow(third, turn, Sampling(), FromSnapshot(kept, 10)),
+    )
+    later = [
+        StepPlan(StepId(20), keep=(KeepRow(first, len(known), kept),), end=(first,)),
+        StepPlan(StepId(21), start=starts, prefill=(chunk,), decode=(second,)),
+        *(StepPlan(StepId(22 + i), decode=(second,)) for i in range(7)),
+    ]
+    done = run_plans(device, later)
+    device.close()
+    wanted = ask_mlx_lm(load_oracle(family(name).path), turn, 8).clear_ids(2 * TOLERANCE)
+    assert len(wanted) >= 4
+    assert [s.token for step in done for s in step.sampled][: len(wanted)] == wanted
+    refused = [failed for step in done for failed in step.failed]
+    assert [failed.row for failed in refused] == [third]
+    assert "cannot be cut" in refused[0].reason
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "qwen3_5"])
+def test_a_family_runs_on_a_thread_of_its_own_and_again(name: str) -> None:
+    """Loaded, run, closed and loaded again elsewhere: no array belongs to another stream."""
+    found: list[list[int]] = []
+
+    def job() -> None:
+        for _ in range(2):
+            device = MLXDevice(family(name).path, name="tiny", dtype="keep")
+            device.open()
+            done = run_plans(device, plans({RowId(1): PROMPTS[0]}))
+            found.append([sampled.token for step in done for sampled in step.sampled])
+            device.close()
+
+    assert run_on_device_thread(job).wait(60)
+    assert found == [family(name).oracle[0].ids] * 2
 
 
 class OwnScores(nn.Module):
