@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..device import RowId
 from .codecs import Codec, Image
-from .groups import GroupKey, Groups, capacity_for
+from .groups import GroupKey, Groups, Segment, capacity_for
 from .kvplan import PLAIN_PLAN, KVPlan, encoded
 from .layouts import BatchLayout, KVLayout, Piece
 from .lone import CannotTrim, window_of_cache
@@ -65,6 +65,21 @@ class RowBatch:
     def nbytes(self) -> int:
         """Bytes of all group buffers."""
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def layers(self) -> Sequence[BatchLayout]:
+        """The layers' layouts, flat."""
+        return self._layers
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The groups along the batch axis, as they stand after :meth:`begin`."""
+        return self._groups.segments()
+
+    @property
+    def nesting(self) -> Sequence[Any]:
+        """mlx-lm's caches of the model, whose lists the layers' caches are nested like."""
+        return self._nesting
 
     def length(self, row: RowId) -> int:
         """Tokens held by a row. Raises KeyError for a stranger."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
+from . import kernels
 from .attention import attend_group, attend_group_folded
 from .rings import QuantizedRing, to_ring
 from .steps import Reach
@@ -102,6 +103,10 @@ class PlainCodec:
         if reach.step.on_cpu and sinks is None and queries.dtype == mx.float32:
             repeats = queries.shape[1] // keys.shape[1]
             return attend_group_folded(queries, keys, values, scale, reach.mask(repeats))
+        if sinks is None and kernels.fits(queries, keys, values):
+            return kernels.ragged_attention(
+                queries, keys, values, reach.offsets(), scale, reach.ring, reach.window
+            )
         return attend_group(queries, keys, values, scale, reach.mask(), sinks)
 
     def is_held_by(self, cache: Any) -> bool:

@@ -50,6 +50,7 @@ from .batch import why_not_batchable
 from .drawing import Drawn, Fault
 from .encodable import plan_for
 from .forward import Forward
+from .fusing import fuse_projections
 from .kvplan import PLAIN_PLAN
 from .lazy import ids_of
 from .masks import MaskMaker
@@ -94,6 +95,7 @@ class MLXDevice:
         dtype: what the weights are expanded to.
         batch: most rows that decode together (the scheduler keeps to it).
         kv: how keys and values are kept.
+        exact: lone rows run by mlx-lm's own caches on a GPU too, bit for bit.
         extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
         xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
             the first row samples by XTC. End tokens are never removed.
@@ -107,6 +109,7 @@ class MLXDevice:
         dtype: Dtype = "auto",
         batch: int = 32,
         kv: KVScheme = PLAIN_KV,
+        exact: bool = False,
         extra_eos: frozenset[int] = frozenset(),
         xtc_exempt: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
@@ -114,6 +117,7 @@ class MLXDevice:
         self._name = name
         self._dtype: Dtype = dtype
         self._max_rows = batch
+        self._replays = mx.default_device() == mx.gpu and not exact
         self._kv = kv
         self._plan = PLAIN_PLAN
         self._extra_eos = extra_eos
@@ -141,6 +145,8 @@ class MLXDevice:
         self._limits.set()
         checkpoint = load_checkpoint(self._path, self._dtype, self._kv)
         self._model = checkpoint.model
+        if self._replays:
+            fuse_projections(self._model)
         kind = state_kind(checkpoint.model)
         reason = kind.obstacle or why_not_batchable(checkpoint.model) or ""
         self._plan, reason = plan_for(checkpoint.model, self._kv, self._path, reason)
@@ -303,6 +309,7 @@ class MLXDevice:
             self._plan,
             together=together,
             ragged=ragged,
+            replay=self._replays,
         )
         self._forward = self._make_forward()
 

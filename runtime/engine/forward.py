@@ -2,9 +2,10 @@
 
 Owns the batches and decides which rows stand in which: rows decode together when the model allows
 it and there are at least two of them; otherwise each keeps mlx-lm's own caches, which makes a lone
-row bit-exact with mlx-lm. Short rows that are prefilled together stand in a batch of their own from
-then on to their first decode. Runs on the device thread and never waits. Knows no plans and no
-steps.
+row bit-exact with mlx-lm. Where steps are replayed (a GPU, see ``compiled``) a lone row stands in
+the batch too: faster, and equal within the arithmetic's precision. Short rows that are prefilled
+together stand in a batch of their own from then on to their first decode. Runs on the device thread
+and never waits. Knows no plans and no steps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mlx.nn import Module
 from ..device import RowId
 from .adapters import Adapters
 from .batch import RowBatch
+from .compiled import CompiledDecode
 from .drawing import Drawing, Drawn, Fault
 from .kvplan import KVPlan
 from .lazy import fence, start
@@ -36,8 +38,9 @@ SHORT_CHUNK, SHORT_ROW = 256, 1024
 class Forward:
     """Runs the model for the executor's rows.
 
-    ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill;
-    ``plan`` is how their keys and values are kept.
+    ``together`` says that rows may share a decode, ``ragged`` that they may share a prefill, and
+    ``replay`` that decode steps are compiled; a lone row then stands in the batch too. ``plan`` is
+    how their keys and values are kept.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Forward:
         *,
         together: bool,
         ragged: bool,
+        replay: bool = False,
     ) -> None:
         self._model: Any = model
         self._adapters = adapters
@@ -58,6 +62,9 @@ class Forward:
         self._together = together
         self._ragged = ragged
         self._batch: Any = RowBatch(model, plan) if together else None
+        self._compiled: CompiledDecode | None = None
+        if replay and self._batch is not None:
+            self._compiled = CompiledDecode(model, self._batch)
         self._batched: dict[RowId, Row] = {}
         self._homes: dict[RowId, Any] = {}
 
@@ -119,7 +126,7 @@ class Forward:
 
     def decode(self, rows: Sequence[Row]) -> tuple[list[Drawn], list[Fault]]:
         """One token for each row."""
-        together = self._together and len(rows) > 1
+        together = self._together and (len(rows) > 1 or self._compiled is not None)
         faults = self._arrange(rows if together else ())
         lost = {row.id for row, _ in faults}
         rows = [row for row in rows if row.id not in lost]
@@ -241,7 +248,11 @@ class Forward:
         caches = self._batch.begin(1)
         rows = [self._batched[i] for i in self._batch.rows]
         inputs = next_inputs(rows)
-        logits = self._run(rows, inputs[:, None], caches)
+        logits = None
+        if self._compiled is not None and not any(row.adapters for row in rows):
+            logits = self._compiled.logits(inputs)
+        if logits is None:
+            logits = self._run(rows, inputs[:, None], caches)
         self._batch.commit(1)
         return self._draw(rows, inputs, logits, self._batch.arrays)
 

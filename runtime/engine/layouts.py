@@ -105,8 +105,14 @@ class KVLayout:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every buffer."""
-        return [array for stored in self.buffers.values() for array in stored]
+        """Every buffer, in the order of the groups."""
+        return [array for group in sorted(self.buffers) for array in self.buffers[group]]
+
+    def put_arrays(self, arrays: Sequence[mx.array]) -> None:
+        """Replace every buffer by one of the same shape, in the order of :attr:`arrays`."""
+        rest = iter(arrays)
+        for group in sorted(self.buffers):
+            self.buffers[group] = tuple(next(rest) for _ in self.buffers[group])
 
     @property
     def most_columns(self) -> int | None:

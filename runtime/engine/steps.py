@@ -86,6 +86,30 @@ class Step:
         return valid if window is None else valid & (held > query - window)
 
 
+class TracedStep(Step):
+    """A step of one column that is traced once and replayed with other ``offsets`` [slots].
+
+    Every slot of its segments counts as a row. Nothing may depend on the lengths, which the trace
+    would keep for ever: positions and masks are computed from the offsets, on the device.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...], offsets: mx.array) -> None:
+        super().__init__(segments, 1)
+        self.offsets = offsets
+        self.on_cpu = False
+
+    def positions(self, segment: Segment, ring: int | None) -> mx.array:
+        """See :class:`Step`."""
+        key = (segment.start, ring)
+        if key not in self._positions:
+            where = self.offsets[segment.start : segment.stop].reshape(-1, 1, 1, 1)
+            self._positions[key] = where if ring is None else where % ring
+        return self._positions[key]
+
+    def _needs_mask(self, segment: Segment, used: int, window: int | None) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What one group's queries may see of its buffers: ``used`` slots' worth, masked.
@@ -103,3 +127,9 @@ class Reach:
     def mask(self, repeats: int = 1) -> mx.array | None:
         """bool [n, 1, columns · repeats, used]; None where every row may see all that is read."""
         return self.step.mask(self.segment, self.used, self.ring, self.window, repeats)
+
+    def offsets(self) -> mx.array:
+        """int32 [n]: where each row's first new token stands."""
+        if len(self.step.segments) == 1:
+            return self.step.offsets
+        return self.step.offsets[self.segment.start : self.segment.stop]

@@ -1,0 +1,126 @@
+"""Decode steps of a batch as compiled graphs, for GPUs that outrun Python.
+
+Building the graph of a step takes Python longer than a large GPU takes to run it. Here the step is
+traced once for each shape of the batch (its groups and their slots) and then only replayed: tokens,
+offsets and all buffers go in, logits and the new buffers come out, and as nobody else holds the old
+buffers they are written in place. Spare slots take part as rows of their own, so that rows come and
+go without a new shape. Owns the traces; runs on the device thread; knows no rows and no requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+from .batch import RowBatch
+from .groups import GroupKey, Segment
+from .layouts import KVLayout
+from .nesting import nest
+from .steps import TracedStep
+
+MOST_TRACES = 64
+"""Traces kept; beyond it the one not used for longest goes, and is made again when needed."""
+
+SEEN_BEFORE_TRACING = 2
+"""Steps of a shape before it is traced: shapes that pass by are not worth it."""
+
+Shape: TypeAlias = tuple[tuple[GroupKey, int], ...]
+Trace: TypeAlias = Callable[[mx.array, mx.array, list[list[mx.array]]], Any]
+
+
+class CompiledDecode:
+    """Replays the decode steps of one batch."""
+
+    def __init__(self, model: Any, batch: RowBatch) -> None:
+        self._model = model
+        self._batch = batch
+        self._seen: dict[Shape, int] = {}
+        self._traces: OrderedDict[Shape, Trace] = OrderedDict()
+
+    def logits(self, tokens: mx.array) -> mx.array | None:
+        """Logits [B, 1, V] for one token [B] in each row of a step that began with one column.
+
+        None if this step cannot be replayed (yet): run the model as usual.
+        """
+        segments = self._batch.segments
+        layers = _kv_layers(self._batch, segments)
+        shape = tuple((segment.group, segment.slots) for segment in segments)
+        if layers is None or (trace := self._trace_of(shape, layers)) is None:
+            return None
+        offsets, places = _spread(segments)
+        full = tokens if places is None else tokens[places[0]]
+        state = [layer.arrays for layer in layers]
+        logits, state = trace(full, offsets, state)
+        _put(layers, state)
+        made: mx.array = logits if places is None else logits[places[1]]
+        return made
+
+    def _trace_of(self, shape: Shape, layers: list[KVLayout]) -> Trace | None:
+        if (known := self._traces.get(shape)) is not None:
+            self._traces.move_to_end(shape)
+            return known
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        if self._seen[shape] < SEEN_BEFORE_TRACING:
+            return None
+        del self._seen[shape]
+        if len(self._traces) == MOST_TRACES:
+            self._traces.popitem(last=False)
+        self._traces[shape] = made = self._make_trace(shape, layers)
+        return made
+
+    def _make_trace(self, shape: Shape, layers: list[KVLayout]) -> Trace:
+        segments: list[Segment] = []
+        start = 0
+        for group, slots in shape:
+            segments.append(Segment(group, slots, start, (0,) * slots))
+            start += slots
+
+        def step(
+            tokens: mx.array, offsets: mx.array, state: list[list[mx.array]]
+        ) -> tuple[mx.array, list[list[mx.array]]]:
+            held = [layer.arrays for layer in layers]
+            _put(layers, state)
+            shared = TracedStep(tuple(segments), offsets)
+            caches = nest([layer.cache(shared) for layer in layers], self._batch.nesting)
+            logits = self._model(tokens[:, None], cache=caches)
+            made = [layer.arrays for layer in layers]
+            _put(layers, held)
+            return logits, made
+
+        compiled: Any = mx.compile(step)
+        return compiled
+
+
+def _kv_layers(batch: RowBatch, segments: tuple[Segment, ...]) -> list[KVLayout] | None:
+    """The batch's layers, if all keep keys and values and have the buffers of every group."""
+    groups = {segment.group for segment in segments}
+    layers: list[KVLayout] = []
+    for layer in batch.layers:
+        if not isinstance(layer, KVLayout) or layer.buffers.keys() != groups:
+            return None
+        layers.append(layer)
+    return layers
+
+
+def _put(layers: list[KVLayout], state: list[list[mx.array]]) -> None:
+    for layer, arrays in zip(layers, state, strict=True):
+        layer.put_arrays(arrays)
+
+
+def _spread(segments: tuple[Segment, ...]) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
+    """Offsets int32 [slots], and where rows stand among the slots: rows of slots, slots of rows."""
+    offsets: list[int] = []
+    rows: list[int] = []
+    places: list[int] = []
+    for segment in segments:
+        spare = segment.slots - len(segment.lengths)
+        places += range(len(offsets), len(offsets) + len(segment.lengths))
+        rows += [*range(segment.start, segment.stop), *([0] * spare)]
+        offsets += [*segment.lengths, *([0] * spare)]
+    made = mx.array(offsets, dtype=mx.int32)
+    if len(places) == len(offsets):
+        return made, None
+    return made, (mx.array(rows, dtype=mx.uint32), mx.array(places, dtype=mx.uint32))

@@ -1,0 +1,111 @@
+"""Projections of one input as one matrix product: queries, keys and values; gate and up.
+
+On a GPU a small matrix product costs more to launch than to compute. :func:`fuse_projections` puts
+the weights of projections that always see the same input into one array, of which the modules keep
+views, and lets the first of them to be called compute for all. The rest of the model does not
+notice. Results may differ in the last bit, so that exact rows do without. Runs on the device
+thread, once, at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class _Product:
+    """The joint product: remembers its result until the last sibling has taken its part."""
+
+    def __init__(self, joint: nn.Module, ends: Sequence[int]) -> None:
+        self._joint: Any = joint
+        self._ends = list(ends)
+        self._input: mx.array | None = None
+        self._output: mx.array | None = None
+
+    def part(self, index: int, x: mx.array) -> mx.array:
+        """What sibling ``index`` makes of ``x``."""
+        if self._input is not x or self._output is None:
+            self._input, self._output = x, self._joint(x)
+        first = self._ends[index - 1] if index else 0
+        made = self._output[..., first : self._ends[index]]
+        if index == len(self._ends) - 1:
+            self._input = self._output = None
+        return made
+
+
+class _FusedLinear(nn.Linear):
+    """A Linear that takes its part of a joint product."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product.part(self.index, x)
+
+
+class _FusedQuantizedLinear(nn.QuantizedLinear):
+    """The same for quantised weights."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product.part(self.index, x)
+
+
+_FUSED: dict[type, type] = {
+    nn.Linear: _FusedLinear,
+    nn.QuantizedLinear: _FusedQuantizedLinear,
+}
+
+
+def fuse_projections(model: nn.Module) -> int:
+    """Fuse what can be; returns how many joint products there are. Idempotent."""
+    made = 0
+    for module in model.modules():
+        children = module.children()
+        for names in SIBLINGS:
+            parts = [children.get(name) for name in names]
+            if all(type(part) in _FUSED for part in parts) and _are_alike(parts):
+                _fuse(parts)
+                made += 1
+    return made
+
+
+def _are_alike(parts: Sequence[Any]) -> bool:
+    kinds = {
+        (type(p), *_settings(p), p.weight.dtype, p.weight.shape[1:], *sorted(p)) for p in parts
+    }
+    return len(kinds) == 1
+
+
+def _settings(part: Any) -> tuple[Any, ...]:
+    return tuple(getattr(part, name, None) for name in ("bits", "group_size", "mode"))
+
+
+def _fuse(parts: Sequence[Any]) -> None:
+    ends = list(accumulate(part.weight.shape[0] for part in parts))
+    joint = _joined(parts)
+    product = _Product(joint, ends)
+    for index, part in enumerate(parts):
+        first = ends[index - 1] if index else 0
+        for name in part.parameters():
+            part[name] = joint[name][first : ends[index]]
+        part.product, part.index = product, index
+        part.__class__ = _FUSED[type(part)]
+    # Evaluated one at a time, so that no more than one pair of copies lives at once.
+    mx.eval([array for part in parts for array in part.parameters().values()])
+
+
+def _joined(parts: Sequence[Any]) -> nn.Module:
+    """A module like the parts with all their outputs."""
+    first = parts[0]
+    kind: Any = type(first)
+    joint: Any = dict.__new__(kind)
+    nn.Module.__init__(joint)
+    for name in first.parameters():
+        joint[name] = mx.concatenate([part[name] for part in parts])
+    for name in ("bits", "group_size", "mode"):
+        if hasattr(first, name):
+            setattr(joint, name, getattr(first, name))
+    return joint
