@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,14 @@ KITS = (HostKit(), DeviceKit())
 
 pytestmark = pytest.mark.mlx
 on_both = pytest.mark.parametrize("kit", KITS, ids=["host", "device"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    """mlx-lm's filters as written: compiled on a CPU each would cost seconds."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 def logits_of(seed: int, spread: float = 3.0) -> mx.array:
@@ -82,6 +91,77 @@ def test_a_draw_is_the_same_alone_and_in_any_batch(
     together = draw(full, kit).tokens.tolist()
     assert draw(full[::-1], kit).tokens.tolist() == together[::-1]
     assert [draw([row], kit).tokens.tolist()[0] for row in full] == together
+
+
+@on_both
+def test_sixteen_different_samplers_at_once(kit: Kit) -> None:
+    """Each row of a batch with every kind of chain draws what it draws alone, step after step."""
+    chains = [
+        Sampling(),
+        Sampling(0.7),
+        Sampling(1.0, min_p=0.05),
+        Sampling(0.8, top_p=0.95),
+        Sampling(1.0, top_p=0.9, min_p=0.02),
+        Sampling(0.6, top_k=20),
+        Sampling(0.6, top_p=0.95, top_k=20),
+        Sampling(1.2, top_k=50),
+        Sampling(1.0, xtc_probability=0.5),
+        Sampling(0.9, top_p=0.98, xtc_probability=0.5),
+        Sampling(1.0, hlg=Hlg()),
+        Sampling(1.5, min_p=0.1, hlg=Hlg(shoulder=0.0)),
+        Sampling(0.3, top_p=0.5),
+        Sampling(1.0, top_k=100),
+        Sampling(0.9, top_k=64, xtc_probability=1.0, xtc_threshold=0.05),
+        Sampling(2.0, top_p=0.99),
+    ]
+    penalties: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "logit_bias": ((3, 2.0),)},
+        {"frequency_penalty": 0.3, "frequency_context_size": 0},
+    ]
+    asked = [
+        dataclasses.replace(chain, seed=n, **penalties[n % 4]) for n, chain in enumerate(chains)
+    ]
+    together = Sampler(VOCAB, lambda: EXEMPT, kit)
+    rows = [RowSampler(sampling, PROMPT, VOCAB) for sampling in asked]
+    alone = [(Sampler(VOCAB, lambda: EXEMPT, kit), RowSampler(s, PROMPT, VOCAB)) for s in asked]
+    inputs = mx.array([PROMPT[-1]] * len(asked), dtype=mx.uint32)
+    for step in range(4):
+        logits = mx.concatenate([logits_of(16 * step + n) for n in range(len(asked))])
+        positions = [3 + step] * len(asked)
+        single = [
+            sampler.draw(logits[n : n + 1], [row], positions[:1], inputs[n : n + 1]).tokens
+            for n, (sampler, row) in enumerate(alone)
+        ]
+        inputs = together.draw(logits, rows, positions, inputs).tokens
+        assert mx.array_equal(inputs, mx.concatenate(single))
+
+
+@on_both
+def test_figures_are_a_log_softmax_of_the_processed_logits(kit: Kit) -> None:
+    """For rows that ask, whoever shares the batch: the drawn token's and the likeliest, falling."""
+    biased = Sampling(temperature=1.0, top_k=2, seed=3, logit_bias=((5, 4.0),))
+    asked = [(Sampling(), 4), (Sampling(), None), (biased, 0), (biased, 20)]
+    rows = [RowSampler(sampling, PROMPT, VOCAB, top) for sampling, top in asked]
+    logits = mx.concatenate([logits_of(n) for n in (1, 2, 3, 3)])
+    inputs = mx.array([PROMPT[-1]] * len(rows), dtype=mx.uint32)
+    draws = Sampler(VOCAB, lambda: EXEMPT, kit).draw(logits, rows, [3] * len(rows), inputs)
+    assert draws.scores is not None
+    figures = draws.scores.read()
+    assert sorted(figures) == [0, 2, 3]
+    processed = np.array(logits).astype(np.float64)
+    processed[2:, 5] += 4.0
+    exact = processed - np.log(np.exp(processed).sum(axis=-1, keepdims=True))
+    for place, (_, top) in enumerate(asked):
+        if top is None:
+            continue
+        found, token = figures[place], draws.tokens.tolist()[place]
+        assert found.chosen == pytest.approx(exact[place, token], abs=1e-4)
+        best = np.argsort(-exact[place], kind="stable")[:top]
+        assert [i for i, _ in found.top] == best.tolist()
+        assert [x for _, x in found.top] == pytest.approx(exact[place, best].tolist(), abs=1e-4)
+    assert figures[2].chosen == figures[3].chosen
 
 
 def test_seed_and_position_decide_the_draw() -> None:
@@ -311,3 +391,10 @@ def test_parameters_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     """A row with impossible parameters never starts."""
     with pytest.raises(ValueError, match=r"is .* outside|logit_bias"):
         RowSampler(dataclasses.replace(Sampling(), **changes), PROMPT, VOCAB)
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_too_many_alternatives_are_refused(count: int) -> None:
+    """The figures of more tokens than the limit are never computed."""
+    with pytest.raises(ValueError, match="log-probabilities"):
+        RowSampler(Sampling(), PROMPT, VOCAB, count)

@@ -223,7 +223,8 @@ class Sampler:
         places = [positions[place] for place in plan.order]
         numbers: Any = uniforms(mx.array(list(zip(plan.keys, places, strict=True)), mx.uint32))
         if not self._on_host:
-            return self._pick(values, plan, numbers).astype(mx.uint32)  # type: ignore[no-any-return]
+            drawn: mx.array = self._pick(values, plan, numbers).astype(mx.uint32)
+            return drawn
         # What is not finite is found by whoever reads the report.
         with np.errstate(all="ignore"):
             ids = self._pick(values, plan, np.asarray(numbers))
