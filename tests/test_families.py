@@ -23,7 +23,7 @@ from family_rig import (
 from mutants import forget_the_window, leak_a_slot, lose_a_token, shift_positions
 from ragged_rig import TOLERANCE, Troupe
 from tiny import load_oracle, prompt
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, ONE_BY_ONE
 
 from mlx_troupe.actors.threads import run_on_device_thread
 from mlx_troupe.runtime.device import (
@@ -49,7 +49,7 @@ WITHOUT_KEYS = ("mamba", "mamba2")
 RECURRENT = ("qwen3_5", *WITHOUT_KEYS)
 SHELLS = ("gemma4",)
 TOGETHER = tuple(name for name in FAMILIES if name not in SHELLS)
-SLIDING = ("gemma3_text", "gemma4_text", "gemma4_text-moe")
+SLIDING = ("gemma3_text", "gemma4_text", "gemma4_text-moe", "gpt_oss")
 PACKED = ("gemma2", "gemma4_text", "qwen3_moe", "qwen3_5", "phi3")
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -154,6 +154,19 @@ def test_a_lost_softcap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         ragged_run(family("gemma2").model)
 
 
+def test_lost_sinks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of gpt_oss gives some of its weight to nobody; without that, logits differ."""
+    honest = layouts.RowsCache.attend
+
+    def thirsty(self: Any, queries: mx.array, scale: float, window: Any, sinks: Any) -> mx.array:
+        assert sinks is not None
+        return honest(self, queries, scale, window, None)
+
+    monkeypatch.setattr(layouts.RowsCache, "attend", thirsty)
+    with pytest.raises(AssertionError, match="differ"):
+        ragged_run(family("gpt_oss").model)
+
+
 @pytest.mark.parametrize("name", [*SLIDING, "qwen3_5"])
 def test_a_kept_state_grows_and_is_never_cut_too_short(name: str) -> None:
     """The next turn continues behind a turned window or a recurrence; a shorter one is refused."""
@@ -199,6 +212,16 @@ def test_a_family_runs_on_a_thread_of_its_own_and_again(name: str) -> None:
 
     assert run_on_device_thread(job).wait(60)
     assert found == [family(name).oracle[0].ids] * 2
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_a_family_that_cannot_share_runs_row_by_row(name: str) -> None:
+    """The reason names the family, and its rows are those of mlx-lm all the same."""
+    ours = answers(name)
+    assert not ours.info.batchable
+    assert f"batched rows of {name} fail" in ours.info.lone_reason
+    assert [outcome.ids for outcome in ours.alone] == [o.ids for o in family(name).oracle]
+    assert list(ours.together) == [outcome.ids for outcome in ours.alone]
 
 
 class OwnScores(nn.Module):

@@ -68,7 +68,8 @@ def make_checkpoint(
     on its name, its shape and ``seed`` alone.
     """
     path.mkdir(parents=True, exist_ok=True)
-    settings = (FAMILIES | tiny_families.FAMILIES)[family] | config
+    known = FAMILIES | tiny_families.FAMILIES | tiny_families.ONE_BY_ONE
+    settings = known[family] | config
     model_class, args_class = _get_classes(settings)
     model = model_class(args_class.from_dict(settings))
     draw = tiny_families.DRAWS.get(family, Draw())

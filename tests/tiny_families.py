@@ -183,6 +183,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.8,
     },
     "starcoder2": {"model_type": "starcoder2", **ATTENTION, "norm_epsilon": 1e-5},
+    # Attention sinks beside windows and experts.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **ATTENTION,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+        },
+    },
     "mamba": {"model_type": "mamba", **_MAMBA},
     "mamba2": {
         "model_type": "mamba2",
@@ -193,6 +209,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
         "time_step_limit": [0.0, 100.0],
         "max_position_embeddings": 4096,
+    },
+}
+
+# What rows of these cannot do together, mlx-lm's attention does with the arrays themselves.
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **ATTENTION,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "stablelm": {
+        "model_type": "stablelm",
+        **ATTENTION,
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-5,
     },
 }
 
