@@ -9,10 +9,12 @@ function untouched, so a lone row stays bit-exact. Runs on the device thread; ow
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
 
 from .activations import LOG2_E
@@ -62,9 +64,34 @@ def scaled_dot_product_attention(
     """mlx-lm's signature; raises TypeError for a mask that the model made of its own."""
     if isinstance(keys, mx.array):
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+    if isinstance(keys, tuple | list) and not hasattr(cache, "bits"):
+        return _attend_shared(queries, keys, values, scale, mask, sinks)
     if not (keys is values and isinstance(keys, AttentionView)):
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
     return keys.attend(queries, scale, window_of(mask), sinks)
+
+
+def _attend_shared(
+    queries: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Quantised keys and values of another layer, which come without the cache that knows them.
+
+    Raises TypeError for attention sinks, which mlx-lm's quantised attention has not.
+    """
+    if sinks is not None:
+        raise TypeError("attention sinks with a quantised KV cache")
+    width = queries.shape[-1]
+    bits = keys[0].shape[-1] * 32 // width
+    group_size = width // keys[1].shape[-1]
+    attended: mx.array = quantized_scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, group_size=group_size, bits=bits
+    )
+    return attended
 
 
 def window_of(mask: Any) -> int | None:
