@@ -17,6 +17,7 @@ from tiny_hybrids import HYBRIDS
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
+from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN, KVPlan
 from mlx_troupe.runtime.engine.positions import install_rope
 from mlx_troupe.runtime.engine.snapshots import arrays_of
 
@@ -85,9 +86,9 @@ def assert_equal(got: mx.array, expected: mx.array) -> None:
 class Troupe:
     """A batch under test: rows with a fixed text each, compared at every step."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: KVPlan = PLAIN_PLAN) -> None:
         self.model = model
-        self.batch = RowBatch(model)
+        self.batch = RowBatch(model, plan)
         self.texts: dict[RowId, tuple[int, ...]] = {}
         self.starts: dict[RowId, int] = {}
         self.expected: dict[RowId, mx.array] = {}
@@ -153,9 +154,9 @@ class Troupe:
 LENGTHS = (3, 60, 17, 1, 126, 40, 0, 62)
 
 
-def ragged_run(model: nn.Module) -> None:
+def ragged_run(model: nn.Module, plan: KVPlan = PLAIN_PLAN) -> None:
     """Rows of many lengths: capacities and windows are crossed, rows join and leave."""
-    troupe = Troupe(model)
+    troupe = Troupe(model, plan)
     for row, length in enumerate(LENGTHS[:4]):
         troupe.add(row, length)
     for _ in range(6):

@@ -221,14 +221,12 @@ def go_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = RecurrentLayout._reseat
 
     def stale(self: Any, step: Any) -> None:
-        joined = [s for seats in self._seats.values() for s in seats if isinstance(s, tuple)]
-        if joined or not self._rows or step.segments[-1].stop > self._rows:
+        seats = self._seats.in_order(step.segments)
+        if not self._rows or not all(isinstance(seat, int) for seat in seats):
             honest(self, step)
             return
-        rows = step.segments[-1].stop
-        self._now.cache = [x[:rows] for x in self._now.cache]
-        for segment in step.segments:
-            self._seats[segment.group] = list(range(segment.start, segment.stop))
+        self._now.cache = [x[: len(seats)] for x in self._now.cache]
+        self._seats.put(step.segments, range(len(seats)))
 
     monkeypatch.setattr(RecurrentLayout, "_reseat", stale)
 

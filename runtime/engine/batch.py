@@ -27,6 +27,8 @@ from .kvplan import PLAIN_PLAN, KVPlan, encoded
 from .layouts import BatchLayout, KVLayout, Piece
 from .lone import CannotTrim, window_of_cache
 from .nesting import flatten, nest
+from .paged import PagedLayout
+from .pages import Pages
 from .recurrent import RecurrentLayout
 from .selfcheck import why_not_batchable
 from .steps import Step
@@ -44,7 +46,8 @@ class RowBatch:
         self._plan = plan
         self._nesting = make_prompt_cache(model)
         pairs = zip(flatten(self._nesting), plan.codecs or repeat(None), strict=False)
-        self._layers: list[BatchLayout] = [_layout_of(cache, codec) for cache, codec in pairs]
+        pages = Pages(plan.block) if plan.block else None
+        self._layers: list[BatchLayout] = [_layout_of(c, codec, pages) for c, codec in pairs]
         self._groups = Groups()
         self._joining: dict[RowId, list[Image | None]] = {}
         self._oldest: dict[RowId, list[int]] = {}
@@ -223,10 +226,13 @@ class RowBatch:
         return [layer.oldest_held(written, oldest) for layer, oldest in pairs]
 
 
-def _layout_of(cache: Any, codec: Codec | None) -> BatchLayout:
+def _layout_of(cache: Any, codec: Codec | None, pages: Pages | None) -> BatchLayout:
     if type(cache) is ArraysCache:
         return RecurrentLayout(len(cache.cache))
-    return KVLayout(window_of_cache(cache), codec)
+    window = window_of_cache(cache)
+    if window is None and pages is not None:
+        return PagedLayout(pages)
+    return KVLayout(window, codec)
 
 
 def _detached(moved: list[dict[GroupKey, list[Piece]]]) -> Iterator[mx.array]:

@@ -89,6 +89,26 @@ class BatchLayout(Protocol):
         ...
 
 
+class Attending(Protocol):
+    """A layer that takes a step's keys and values and attends to all that it has."""
+
+    def write(self, step: Step, keys: mx.array, values: mx.array) -> None:
+        """Put a step's new tokens ([B, heads, columns, width]) behind each row's last."""
+        ...
+
+    def attend(
+        self,
+        step: Step,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """Attention of all rows; shapes as in ``attention.AttentionView``."""
+        ...
+
+
 class KVLayout:
     """One layer's K and V of all groups: [slots, heads, depth, width] each, by group.
 
@@ -292,7 +312,7 @@ class RowsCache:
     It is also the opaque view that it returns for keys and values (``attention.AttentionView``).
     """
 
-    def __init__(self, layout: KVLayout, step: Step) -> None:
+    def __init__(self, layout: Attending, step: Step) -> None:
         self._layout = layout
         self._step = step
         self.offset = step.offsets

@@ -20,10 +20,11 @@ from .codecs import Image, Stored
 from .groups import GroupKey, Place, Relayout
 from .layouts import Piece
 from .lone import CannotTrim
+from .seats import Seats
 from .steps import Step
 
-Seat: TypeAlias = "int | Stored | None"
-"""Where a slot's state is: a place in the batch, arrays that joined, or nowhere as it is empty."""
+Seat: TypeAlias = int | Stored
+"""Where a slot's state is: at a place in the batch, or in arrays that joined; none: it is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class RecurrentLayout:
         self._now: Any = _cache_of([None] * size)
         self._before: list[mx.array | None] | None = None
         self._rows = 0
-        self._seats: dict[GroupKey, list[Seat]] = {}
+        self._seats: Seats[Seat] = Seats()
         self._settled = True
         self._step: Step | None = None
 
@@ -83,7 +84,7 @@ class RecurrentLayout:
 
     def image(self, place: Place) -> Image | None:
         """See :class:`~.layouts.BatchLayout`."""
-        seat = self._seats[place.group][place.slot]
+        seat = self._seats.at(place)
         if not isinstance(seat, int):
             return None if seat is None else Moment(seat)
         now = _slot(self._now.cache, seat)
@@ -109,23 +110,9 @@ class RecurrentLayout:
 
     def apply(self, relayout: Relayout, moved: Mapping[GroupKey, list[Piece]]) -> None:
         """See :class:`~.layouts.BatchLayout`; bytes move in the :meth:`cache` that follows."""
-        old = dict(self._seats)
-        for change in relayout.changes:
-            seats: list[Seat] = [None] * change.slots
-            if not change.fresh:
-                seats[: len(old[change.group])] = old[change.group]
-            for copy in change.copies:
-                if copy.source is None:
-                    seats[copy.slot] = None
-                    continue
-                first = copy.source.slot
-                taken = old[copy.source.group][first : first + copy.count]
-                seats[copy.slot : copy.slot + copy.count] = taken
-            for piece in moved[change.group]:
-                seats[piece.slot] = piece.stored
-            self._seats[change.group] = seats
-        for group in relayout.dropped:
-            self._seats.pop(group, None)
+        pieces = ((group, piece) for group, pieces in moved.items() for piece in pieces)
+        joined = {Place(group, piece.slot): piece.stored for group, piece in pieces}
+        self._seats.move(relayout, joined)
         self._settled = False
         if not self._seats:
             self._now, self._before, self._rows = _cache_of([None] * self._size), None, 0
@@ -176,11 +163,7 @@ class RecurrentLayout:
 
     def _reseat(self, step: Step) -> None:
         """Bring the rows' states into the order of the batch."""
-        seats = [
-            seat
-            for segment in step.segments
-            for seat in self._seats[segment.group][: len(segment.lengths)]
-        ]
+        seats = self._seats.in_order(step.segments)
         joined = [seat for seat in seats if isinstance(seat, tuple)]
         places = _places(seats, self._rows if self._now.cache[0] is not None else 0, len(joined))
         self._now = _cache_of(
@@ -189,11 +172,10 @@ class RecurrentLayout:
                 for index, array in enumerate(self._now.cache)
             ]
         )
-        for segment in step.segments:
-            self._seats[segment.group] = list(range(segment.start, segment.stop))
+        self._seats.put(step.segments, range(len(seats)))
 
 
-def _places(seats: Sequence[Seat], rows: int, joined: int) -> list[int]:
+def _places(seats: Sequence[Seat | None], rows: int, joined: int) -> list[int]:
     """Where in (rows, joined ones, an empty one) each seat's state lies."""
     newcomers = iter(range(rows, rows + joined))
     places: list[int] = []
