@@ -11,6 +11,7 @@ from pathlib import Path
 
 import trio
 
+from mlx_troupe.runtime.budgets import Budgets, budgets, max_safe_context
 from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.prefix.entries import PrefixStats
 from mlx_troupe.runtime.scheduling.effects import SchedulerStats
@@ -35,8 +36,9 @@ def figures(
     return {
         "model": _model(view.model),
         "batch": _batch(settings, view, scheduler),
+        "admission": _admission(settings, view, scheduler),
         "scheduler": asdict(scheduler),
-        "prompt_cache": asdict(cache),
+        "prompt_cache": {**asdict(cache), "off": why_no_cache(settings)},
         "adapters": adapters,
         "device": asdict(view.stats),
         "requests": {"active": active},
@@ -65,6 +67,25 @@ def _batch(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> dict
         "batched": bool(model and model.batchable and settings.batch > 1),
         "lone_reason": reason,
         "kv_bytes": view.stats.kv_bytes,
+    }
+
+
+def _admission(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> dict[str, object]:
+    """Limits that somebody set (null: nobody did), what is reserved and used, and advice."""
+    model = view.model
+    limits = budgets(settings, model) if model else Budgets()
+    return {
+        "max_safe_context": max_safe_context(model, model.memory_bytes) if model else None,
+        "enforced_context_tokens": limits.context_tokens,
+        "memory_budget_bytes": settings.memory_budget_bytes,
+        "kv_budget_bytes": settings.kv_budget_bytes,
+        "kv_limit_bytes": limits.kv_bytes,
+        "usable_bytes": limits.usable_bytes,
+        "weights_bytes": model.weights_bytes if model else None,
+        "reserved_bytes": scheduler.reserved_bytes,
+        "used_bytes": view.stats.kv_bytes,
+        "rows_without_room": scheduler.rows_without_room,
+        "shortened": scheduler.shortened,
     }
 
 

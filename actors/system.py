@@ -17,6 +17,7 @@ from pathlib import Path
 import trio
 
 from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
+from mlx_troupe.runtime.budgets import budgets, cache_bytes
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, StepId
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas
@@ -109,9 +110,10 @@ class Runtime:
         core = SchedulerCore(
             batch=self.settings.batch,
             queue=self.settings.queue,
-            cache=self.settings.prompt_cache_bytes > 0,
+            cache=cache_bytes(self.settings) > 0,
             new_snapshot=lambda: SnapshotId(next(self._snapshots)),
             new_step=lambda: StepId(next(self._steps)),
+            kv_limit=lambda model: budgets(self.settings, model).kv_bytes,
             resolve=self._adapters.table.resolve,
         )
         self.scheduler = SchedulerActor(
@@ -128,7 +130,7 @@ class Runtime:
     def _build_cache(self) -> KVCacheActor:
         self.cache = KVCacheActor(
             self._cache,
-            PrefixCore(self.settings.prompt_cache_bytes),
+            PrefixCore(cache_bytes(self.settings)),
             scheduler=self._scheduler,
             gpu=self._gpu,
             view=self.view,
@@ -355,6 +357,7 @@ async def open_runtime(
             dtype=settings.dtype,
             batch=settings.batch,
             kv=settings.kv,
+            memory_budget=settings.memory_budget_bytes,
             xtc_exempt=source.line_breaks,
         )
     if worker is None:

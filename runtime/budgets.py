@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from .device import ModelInfo
 from .engine.groups import capacity_for
-from .errors import ContextLengthExceeded
+from .errors import ContextLengthExceeded, ModelError
+from .kvschemes import PagedKV
 from .settings import Settings
 
 GB = 10**9
@@ -59,11 +60,32 @@ def budgets(settings: Settings, model: ModelInfo) -> Budgets:
     return Budgets(least, lone_tokens(model, least), usable, cause)
 
 
+def check_memory_budget(model: ModelInfo, budget_bytes: int | None) -> None:
+    """Raise ModelError for a model that leaves nothing of a memory budget."""
+    taken = model.weights_bytes + prefill_bytes(model)
+    if budget_bytes is not None and taken >= budget_bytes:
+        raise ModelError(
+            f"{model.name} takes {in_gb(model.weights_bytes)} for its weights and about "
+            f"{in_gb(prefill_bytes(model))} in prefill: --memory-budget {in_gb(budget_bytes)} "
+            "leaves nothing for requests",
+            code="memory_admission",
+        )
+
+
 def cache_bytes(settings: Settings) -> int:
     """Budget of kept states: what was asked for, within its share of a memory budget."""
+    if isinstance(settings.kv, PagedKV):
+        return 0
     if settings.memory_budget_bytes is None:
         return settings.prompt_cache_bytes
     return min(settings.prompt_cache_bytes, settings.memory_budget_bytes // CACHE_SHARE)
+
+
+def why_no_cache(settings: Settings) -> str:
+    """Why no states are kept, in words; empty if they are."""
+    if isinstance(settings.kv, PagedKV):
+        return "--paged-kv goes past the prompt cache"
+    return "" if cache_bytes(settings) else "--prompt-cache 0"
 
 
 def prefill_bytes(model: ModelInfo) -> int:
@@ -99,7 +121,10 @@ def _sliding(model: ModelInfo) -> tuple[int, int]:
 
 
 def max_safe_context(model: ModelInfo, memory_bytes: int) -> int | None:
-    """Advice: the longest row that leaves a quarter of the memory free. None = no such limit."""
+    """Advice: the longest row that leaves a quarter of the memory free. None = no such limit.
+
+    Nothing is ever refused for it.
+    """
     left = SAFE_SHARE * memory_bytes - model.weights_bytes - prefill_bytes(model)
     tokens = lone_tokens(model, max(0, int(left)))
     found = [n for n in (tokens, model.context_window) if n is not None]
@@ -129,6 +154,20 @@ def room_for_answer(
         param=param,
         code="context_over_budget" if by_kv else "memory_admission",
     )
+
+
+def in_words(settings: Settings, model: ModelInfo) -> str:
+    """What is enforced, for people; empty where nothing is."""
+    limits = budgets(settings, model)
+    if limits.kv_bytes is None:
+        return ""
+    flags = {
+        "--memory-budget": settings.memory_budget_bytes,
+        "--kv-budget": settings.kv_budget_bytes,
+    }
+    named = ", ".join(f"{flag} {in_gb(size)}" for flag, size in flags.items() if size is not None)
+    tokens = "" if limits.context_tokens is None else f", {limits.context_tokens:,} tokens each"
+    return f"{named}: {in_gb(limits.kv_bytes)} for the state of running requests{tokens} at most"
 
 
 def in_gb(size: int) -> str:

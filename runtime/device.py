@@ -64,6 +64,7 @@ class ModelInfo:
         kv_bytes_per_token: bytes of state that one more token costs in one row.
         kv_scheme: how keys and values are kept, in the words of ``--kv-quant``.
         kv_layers: what came of it, layers alike counted together.
+        memory_bytes: of the device, for weights, state and all else; 0 if unknown.
         weights_bytes: of the weights as they were loaded.
         prefill_bytes_per_token: what prefill takes beside weights and state for each token of a
             step, roughly.
@@ -84,6 +85,7 @@ class ModelInfo:
     kv_bytes_per_token: int = 0
     kv_scheme: str = "off"
     kv_layers: tuple[KVLayers, ...] = ()
+    memory_bytes: int = 0
     weights_bytes: int = 0
     prefill_bytes_per_token: int = 0
     namespace: str = ""

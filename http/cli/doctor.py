@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ...runtime.budgets import in_gb
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...runtime.engine.blas import BlasReport
     from ...runtime.engine.doctor import DoctorReport
+    from ...runtime.engine.needs import Fit
 
 Line = tuple[str, str]
 
 
 @click.command(short_help="Tell what this machine offers, and what would make it faster.")
+@click.option(
+    "--model",
+    metavar="MODEL",
+    help="Also estimate whether this downloaded model fits; advice only.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(model: str | None, as_json: bool) -> None:
     """Tell what this machine offers, and what would make it faster.
 
     Names the device, the MLX build and the BLAS in use, memory, and the folders that files are
@@ -28,10 +36,12 @@ def doctor(as_json: bool) -> None:
     from ...runtime.engine.doctor import inspect
 
     report = inspect()
+    estimate = None if model is None else estimate_of(model, report)
     if as_json:
-        click.echo(json.dumps(asdict(report), default=str, indent=2))
+        told = asdict(report) if estimate is None else asdict(report) | {"fit": asdict(estimate)}
+        click.echo(json.dumps(told, default=str, indent=2))
         return
-    lines = list(describe(report))
+    lines = [*describe(report), *(describe_fit(estimate) if estimate else ())]
     width = max(len(name) for name, _ in lines) + 2
     for name, text in lines:
         click.echo(f"{name:<{width}}{text}")
@@ -58,6 +68,32 @@ def describe(report: DoctorReport) -> Iterator[Line]:
         yield "GPU memory", gib(report.device_memory)
     for folder in report.folders:
         yield folder.purpose, f"{folder.path}: {gib(folder.nbytes)}, {gib(folder.free)} free"
+
+
+def estimate_of(model: str, report: DoctorReport) -> Fit:
+    """What a model that is on this machine would take of its memory. Raises ModelError."""
+    from ...runtime.engine.needs import fit
+    from .models import find_model
+
+    memory = report.device_memory or report.memory_total or 0
+    return fit(find_model(model, offline=True).path, memory)
+
+
+def describe_fit(fit: Fit) -> Iterator[Line]:
+    """The estimate in lines; nothing is ever refused for it."""
+    yield "weights", f"{in_gb(fit.weights_bytes)} as they would be loaded"
+    yield (
+        "state",
+        f"{fit.kv_bytes_per_token / 1000:,.1f} kB a token; prefill {in_gb(fit.prefill_bytes)}",
+    )
+    window = "unknown" if fit.context_window is None else f"{fit.context_window:,} tokens"
+    if not fit.fits:
+        told = f"no: weights and prefill are more than the {in_gb(fit.safe_bytes)} that are safe"
+    elif fit.context_tokens is None:
+        told = "yes: its state does not grow"
+    else:
+        told = f"one request of {fit.context_tokens:,} tokens within {in_gb(fit.safe_bytes)}"
+    yield "fits", f"{told}; context window {window}"
 
 
 def gib(size: int) -> str:

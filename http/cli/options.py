@@ -15,6 +15,7 @@ from ...runtime.kvschemes import PLAIN_KV, KVScheme, parse_kv_quant
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 GIB = 1 << 30
+GB = 10**9
 
 
 class Number(click.FloatRange):
@@ -131,6 +132,11 @@ def dtype_option(command: Command) -> Command:
     )(command)
 
 
+def decimal_bytes(gigabytes: float | None) -> int | None:
+    """Bytes of a budget in GB (10⁹ bytes); None stays None."""
+    return None if gigabytes is None else int(gigabytes * GB)
+
+
 def kv_option(command: Command) -> Command:
     """``--kv-quant``: one scheme; a second one is refused, as it would silently win."""
 
@@ -152,6 +158,38 @@ def kv_option(command: Command) -> Command:
         "model's kv_config.json says), turbo or turbo:kXvY (TurboQuant, keys of X and values of "
         "Y bits; k8v3 unless said). Unset or off: as the model makes them.",
     )(command)
+
+
+def paged_options(command: Command) -> Command:
+    """``--paged-kv`` and ``--paged-kv-block-size``; see :func:`kv_scheme`."""
+    command = click.option(
+        "--paged-kv-block-size",
+        metavar="TOKENS",
+        type=click.IntRange(min=MIN_BLOCK),
+        help=f"Tokens of a block of --paged-kv. Unset: {PagedKV().block_size}.",
+    )(command)
+    return click.option(
+        "--paged-kv",
+        is_flag=True,
+        help="Keep keys and values of requests that are computed together in blocks of one pool, "
+        "so that each takes what it fills. Prompts are not kept then.",
+    )(command)
+
+
+def kv_scheme(flags: Mapping[str, Any]) -> KVScheme:
+    """The one scheme that the flags of :func:`kv_option` and :func:`paged_options` ask for."""
+    scheme: KVScheme = flags["kv"]
+    size: int | None = flags["paged_kv_block_size"]
+    if not flags["paged_kv"]:
+        if size is not None:
+            raise click.UsageError("--paged-kv-block-size says nothing without --paged-kv.")
+        return scheme
+    if not isinstance(scheme, PlainKV):
+        raise click.UsageError(
+            f"--paged-kv and --kv-quant {name_of(scheme)} exclude each other: "
+            "blocks hold keys and values as the model makes them."
+        )
+    return PagedKV() if size is None else PagedKV(size)
 
 
 def default_prompt_cache() -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...runtime.adapter_table import mountings
+from ...runtime.budgets import in_words
 from ...runtime.requests import Hlg
 from ...runtime.settings import Settings
 from .options import (
@@ -23,12 +24,15 @@ from .options import (
     Number,
     adapter_option,
     check_adapters,
+    decimal_bytes,
     default_prompt_cache,
     dtype_option,
     hlg_options,
     kv_option,
+    kv_scheme,
     model_argument,
     offline_option,
+    paged_options,
     sampling_options,
 )
 
@@ -90,6 +94,7 @@ LOOPBACK = ("127.", "localhost", "::1")
     "--adapter, and adapters/ in the cache.",
 )
 @kv_option
+@paged_options
 @dtype_option
 @offline_option
 @click.option(
@@ -99,6 +104,20 @@ LOOPBACK = ("127.", "localhost", "::1")
     default=default_prompt_cache,
     show_default="8, at most a quarter of memory",
     help="Memory for kept prompts, in GiB; 0 turns the prompt cache off.",
+)
+@click.option(
+    "--kv-budget",
+    metavar="GB",
+    type=Number(min=0, min_open=True),
+    help="Most memory for the state of all running requests, in GB (10⁹ bytes). Requests that do "
+    "not fit beside the others wait; one that could never fit is refused. Unset: no limit.",
+)
+@click.option(
+    "--memory-budget",
+    metavar="GB",
+    type=Number(min=0, min_open=True),
+    help="The same for all that the model takes: weights, prompts and state, by estimate. Unset: "
+    "no limit, and nothing is refused for its size.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Cap on every answer, in tokens.")
 @sampling_options
@@ -153,8 +172,10 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         batch=flags["batch"],
         queue=flags["queue"],
         dtype=flags["dtype"],
-        kv=flags["kv"],
+        kv=kv_scheme(flags),
         prompt_cache_bytes=int(flags["prompt_cache"] * GIB),
+        kv_budget_bytes=decimal_bytes(flags["kv_budget"]),
+        memory_budget_bytes=decimal_bytes(flags["memory_budget"]),
         max_tokens=flags["max_tokens"],
         temperature=flags["temperature"],
         top_p=flags["top_p"],
@@ -223,6 +244,8 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         f"device   {model.device}",
         f"context  {window}; requests: {rows}",
         *(f"kv       {line}" for line in _kept(model)),
+        *([f"cache    off: {why}"] if (why := why_no_cache(settings)) else []),
+        *([f"limits   {limits}"] if (limits := in_words(settings, model)) else []),
     ]
     if settings.adapters:
         lines.append(f"adapter  {' + '.join(start.id for start in mountings(settings.adapters))}")

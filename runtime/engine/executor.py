@@ -62,6 +62,7 @@ from .models import (
     load_checkpoint,
     state_kind,
 )
+from .needs import with_needs
 from .rows import Row
 from .sampling import Sampler
 from .selfcheck import may_prefill_together
@@ -95,6 +96,7 @@ class MLXDevice:
         dtype: what the weights are expanded to.
         batch: most rows that decode together (the scheduler keeps to it).
         kv: how keys and values are kept.
+        memory_budget: most bytes that MLX may take; None = what the machine has.
         exact: lone rows run by mlx-lm's own caches on a GPU too, bit for bit.
         extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
         xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
@@ -109,6 +111,7 @@ class MLXDevice:
         dtype: Dtype = "auto",
         batch: int = 32,
         kv: KVScheme = PLAIN_KV,
+        memory_budget: int | None = None,
         exact: bool = False,
         extra_eos: frozenset[int] = frozenset(),
         xtc_exempt: Callable[[], frozenset[int]] = frozenset,
@@ -117,9 +120,10 @@ class MLXDevice:
         self._name = name
         self._dtype: Dtype = dtype
         self._max_rows = batch
-        self._replays = mx.default_device() == mx.gpu and not exact
         self._kv = kv
+        self._memory_budget = memory_budget
         self._plan = PLAIN_PLAN
+        self._replays = mx.default_device() == mx.gpu and not exact
         self._extra_eos = extra_eos
         self._xtc_exempt = xtc_exempt
         self._rows: dict[RowId, Row] = {}
@@ -142,7 +146,7 @@ class MLXDevice:
 
     def open(self) -> ModelInfo:
         """Load and warm up. Raises ModelError."""
-        self._limits.set()
+        self._limits.set(self._memory_budget)
         checkpoint = load_checkpoint(self._path, self._dtype, self._kv)
         self._model = checkpoint.model
         if self._replays:
@@ -157,7 +161,8 @@ class MLXDevice:
             layers = self._warm_up(together=not reason)
         except Exception as error:
             raise ModelError(f"{self._path} cannot be run: {error}") from error
-        return self._describe(checkpoint, kind, reason, ragged, eos, layers)
+        info = self._describe(checkpoint, kind, reason, ragged, eos, layers)
+        return with_needs(info, checkpoint.model, self._path, self._memory_budget)
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step without waiting for its result."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 
 import mlx.core as mx
 
 _CACHE_SHARE = 20
+_CUDA_CACHE_SHARE = 8
 _LEAST_CACHE, _MOST_CACHE = 256 << 20, 2 << 30
 
 _M_TRIM_THRESHOLD = -1
@@ -27,25 +29,51 @@ class MemoryLimits:
 
     def __init__(self) -> None:
         self._cache: int | None = None
+        self._memory: int | None = None
         self._wired: int | None = None
 
-    def set(self) -> None:
-        """Set the limits once: a twentieth of the memory, within 256 MiB and 2 GiB, is cached."""
+    def set(self, budget_bytes: int | None = None) -> None:
+        """Set the limits once: a twentieth of the memory, within 256 MiB and 2 GiB, is cached.
+
+        With memory of its own (CUDA) an eighth: at its limit the cache costs a call of the driver
+        for each of a step's arrays, which is more than the step itself.
+
+        ``budget_bytes`` is what the operator lets MLX take of it; beyond that an allocation first
+        gives back what is cached and waits for what is running.
+        """
         if self._cache is not None:
             return
         info = mx.device_info()
-        share = int(info.get("memory_size", info.get("total_memory", 0))) // _CACHE_SHARE
-        self._cache = mx.set_cache_limit(min(_MOST_CACHE, max(_LEAST_CACHE, share)))
+        size = int(info.get("memory_size", info.get("total_memory", 0)))
+        least = _LEAST_CACHE
+        if budget_bytes is not None:
+            self._memory = mx.set_memory_limit(budget_bytes)
+            size, least = budget_bytes, min(least, budget_bytes // _CACHE_SHARE)
+        share = min(_MOST_CACHE, max(least, size // _CACHE_SHARE))
+        if mx.cuda.is_available():
+            share = max(share, size // _CUDA_CACHE_SHARE)
+        self._cache = mx.set_cache_limit(share)
         if mx.metal.is_available():
-            self._wired = mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
+            wired = int(info["max_recommended_working_set_size"])
+            self._wired = mx.set_wired_limit(min(wired, budget_bytes or wired))
 
     def restore(self) -> None:
         """Put back what was there before."""
         if self._cache is not None:
             mx.set_cache_limit(self._cache)
+        if self._memory is not None:
+            mx.set_memory_limit(self._memory)
         if self._wired is not None:
             mx.set_wired_limit(self._wired)
-        self._cache = self._wired = None
+        self._cache = self._memory = self._wired = None
+
+
+def device_memory() -> int:
+    """Bytes of memory that the default device has for everything."""
+    info = mx.device_info()
+    if mx.default_device() == mx.gpu:
+        return int(info.get("max_recommended_working_set_size", info.get("memory_size", 0)))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def give_back() -> None:

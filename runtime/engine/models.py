@@ -64,10 +64,13 @@ class StateKind:
     obstacle: str = ""
 
 
-def load_checkpoint(path: Path, dtype: Dtype, kv: KVScheme = PLAIN_KV) -> Checkpoint:
+def load_checkpoint(
+    path: Path, dtype: Dtype, kv: KVScheme = PLAIN_KV, *, lazy: bool = False
+) -> Checkpoint:
     """Load a directory. Raises ModelError for whatever keeps it from being run.
 
     ``kv`` changes nothing but the namespace: states of two schemes are not interchangeable.
+    ``lazy``: the weights are described by their files' headers and not read.
     """
     config = read_config(path)
     check_family(path, config)
@@ -75,7 +78,8 @@ def load_checkpoint(path: Path, dtype: Dtype, kv: KVScheme = PLAIN_KV) -> Checkp
     try:
         model, _ = load_model(path, lazy=True, trust_remote_code=False)
         chosen = _expand(model, dtype)
-        mx.eval(model.parameters())
+        if not lazy:
+            mx.eval(model.parameters())
     except ModelError:
         raise
     except Exception as error:
