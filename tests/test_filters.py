@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -67,7 +68,7 @@ def parameters(kit: Kit, sampling: Sampling, size: int = VOCAB) -> Parameters:
 
 def kept(kit: Kit, sampling: Sampling, logits: np.ndarray[Any, Any], number: float = 0.0) -> Any:
     """Ids that the row's chain leaves, by the path that looks at all of them."""
-    rows, needs = parameters(kit, sampling), needs_of(sampling, VOCAB)
+    rows, needs = parameters(kit, sampling), replace(needs_of(sampling, VOCAB), few=0)
     left = kept_of_all(kit, needs, scores(kit, logits), rows, as_kit(kit, np.float32([[number]])))
     return set(range(VOCAB)) if left is None else set(np.flatnonzero(np.array(left)[0]).tolist())
 
@@ -202,7 +203,7 @@ def test_a_curve_takes_the_place_of_top_p_and_top_k() -> None:
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
 def test_both_kits_find_the_same_threshold(top_p: float, spread: float) -> None:
-    """By halves or by bits; a flat distribution needs more than the likely few."""
+    """Whole or first among the likely few, which a flat distribution goes beyond."""
     x = logits_of(8, spread, 20_000)
     x -= x.max()
     p = np.exp(x)

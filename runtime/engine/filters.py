@@ -38,7 +38,7 @@ class Needs:
 
     def coarse(self) -> Needs:
         """What must be equal for rows to be drawn together with all the filters of both."""
-        return Needs(False, False, False, False, self.few, self.hlg)
+        return Needs(False, False, self.few > 0 and self.xtc, False, self.few, self.hlg)
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -54,14 +54,13 @@ class Needs:
 def needs_of(sampling: Sampling, vocab_size: int) -> Needs:
     """What one row needs."""
     top_k = 0 < sampling.top_k < vocab_size and sampling.hlg is None
-    xtc = sampling.xtc_probability > 0
     fits = [few for few in FEW if sampling.top_k <= few < vocab_size]
     return Needs(
         top_p=0 < sampling.top_p < 1 and sampling.hlg is None,
         min_p=sampling.min_p > 0,
-        xtc=xtc,
+        xtc=sampling.xtc_probability > 0,
         top_k=top_k,
-        few=fits[0] if top_k and not xtc and fits else 0,
+        few=fits[0] if top_k and fits else 0,
         hlg=bends(sampling.hlg),
     )
 
@@ -116,16 +115,19 @@ def parameters_of(kit: Kit, rows: Sequence[Sampling], removable: Any) -> Paramet
 
 def choose(kit: Kit, needs: Needs, x: Any, rows: Parameters, numbers: Any) -> Any:
     """One token id a row, [N]. ``numbers`` is [N, 2], uniform in [0, 1)."""
-    if needs.few:
+    xp = kit.xp
+    if needs.few and not needs.xtc:
         values, ids = kit.best(x, needs.few)
         kept = _kept_of_few(kit, needs, x, values, rows)
-        place = pick(kit.xp, weigh(kit, needs, values, rows) * kept, numbers[:, :1])
-        return kit.xp.take_along_axis(ids, place, axis=-1)[:, 0]
-    weights = weigh(kit, needs, x, rows)
+        place = pick(xp, weigh(kit, needs, values, rows) * kept, numbers[:, :1])
+        return xp.take_along_axis(ids, place, axis=-1)[:, 0]
     kept = kept_of_all(kit, needs, x, rows, numbers[:, 1:])
-    if kept is not None:
-        weights = weights * kept
-    return pick(kit.xp, weights, numbers[:, :1])[:, 0]
+    if needs.few:
+        values, ids = kit.best(xp.where(kept, x, -xp.inf), needs.few)
+        weights = weigh(kit, needs, values, rows) * (xp.arange(needs.few) < rows.top_k)
+        return xp.take_along_axis(ids, pick(xp, weights, numbers[:, :1]), axis=-1)[:, 0]
+    weights = weigh(kit, needs, x, rows)
+    return pick(xp, weights if kept is None else weights * kept, numbers[:, :1])[:, 0]
 
 
 def weigh(kit: Kit, needs: Needs, x: Any, rows: Parameters) -> Any:
@@ -158,7 +160,10 @@ def _roll_off(xp: Any, distance: Any, scale: Any) -> Any:
 
 
 def kept_of_all(kit: Kit, needs: Needs, x: Any, rows: Parameters, number: Any) -> Any:
-    """bool [N, V], or None where all tokens stay. ``number`` [N, 1] decides whether XTC strikes."""
+    """bool [N, V], or None where all tokens stay; a top-k that needs few tokens is left out.
+
+    ``number`` [N, 1] decides whether XTC strikes.
+    """
     xp = kit.xp
     kept = None
     p = xp.exp(x) if needs.top_p or needs.xtc else None
@@ -172,7 +177,7 @@ def kept_of_all(kit: Kit, needs: Needs, x: Any, rows: Parameters, number: Any) -
         p = p if kept is None else p * kept
         stays = ~_struck(xp, p, rows, number)
         kept = stays if kept is None else kept & stays
-    if needs.top_k:
+    if needs.top_k and not needs.few:
         left = x if kept is None else xp.where(kept, x, -xp.inf)
         best = _top_k(kit, left, rows.top_k)
         kept = best if kept is None else kept & best

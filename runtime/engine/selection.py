@@ -1,10 +1,10 @@
-"""The largest of a vocabulary, without sorting it: what filters and log-probabilities ask for.
+"""The largest of a vocabulary: what filters and log-probabilities ask for.
 
 On the device thread. Two kits with the same methods, one for arrays that stay on a GPU and one for
 values that a CPU has already computed: there MLX's sort, partition and exponential are scalar code,
 20 times slower than NumPy's. A filter needs one threshold, the largest value such that all values
-from it up weigh enough; MLX's partition on a GPU is a full sort, so there the threshold is searched
-for on the bits of the values.
+from it up weigh enough. On a GPU one sort gives it in a few launches, which are what counts there;
+the few best tokens come without a sort of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import numpy as np
 
 LIKELY = 1024
 """Values that nearly always hold all that a top-p keeps."""
-_TOP_KEY = 0x7F800000
-_STEPS = [mx.array([[[n << shift] for n in (1, 2, 3)]], mx.uint32) for shift in range(30, -1, -2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,8 @@ class Kit(Protocol):
         """The largest threshold from which up the ``p`` add up to ``limit``.
 
         Args:
-            x: float32 [N, V], at most 0.
-            p: float32 [N, V], rising with ``x``.
+            x: float32 [N, V].
+            p: float32 [N, V], its exponentials.
             limit: [N, 1], at most the sum of all ``p``.
         """
         ...
@@ -88,10 +86,14 @@ class DeviceKit:
     coarse = True
 
     def cut_by_mass(self, x: mx.array, p: mx.array, limit: mx.array) -> Cut:
-        return self._search(x, p, limit)
+        ranked = mx.sort(x, axis=-1)
+        reached = mx.cumsum(mx.exp(ranked), axis=-1, reverse=True) >= limit
+        last = mx.maximum(mx.sum(reached, axis=-1, keepdims=True) - 1, 0)
+        return Cut(x, mx.take_along_axis(ranked, last, axis=-1))
 
     def cut_by_count(self, x: mx.array, count: mx.array) -> Cut:
-        return self._search(x, None, count)
+        ranked = mx.sort(x, axis=-1)
+        return Cut(x, mx.take_along_axis(ranked, x.shape[-1] - count, axis=-1))
 
     def best(self, x: mx.array, count: int) -> tuple[mx.array, mx.array]:
         """They stand in those ``count`` blocks that have the largest maxima: sort only those."""
@@ -106,19 +108,6 @@ class DeviceKit:
         order = mx.argsort(-values, axis=-1)[:, :count]
         found = mx.minimum(mx.take_along_axis(ids, order, axis=-1), size - 1)
         return mx.take_along_axis(values, order, axis=-1), found
-
-    def _search(self, x: mx.array, weights: mx.array | None, limit: mx.array) -> Cut:
-        """Two bits of the threshold at a time: values of at most 0 order as their bits do."""
-        key = _TOP_KEY - mx.abs(x).view(mx.uint32)
-        keys, limits = key[:, None], limit[:, None]
-        weighed = None if weights is None else weights[:, None]
-        at = mx.zeros((x.shape[0], 1, 1), dtype=mx.uint32)
-        for steps in _STEPS:
-            kept = keys >= at + steps
-            mass = mx.sum(kept if weighed is None else kept * weighed, axis=-1, keepdims=True)
-            enough = mx.sum(mass >= limits, axis=1, keepdims=True)
-            at = at + enough.astype(mx.uint32) * steps[:, :1]
-        return Cut(key, at[:, 0])
 
 
 class HostKit:
