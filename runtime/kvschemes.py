@@ -19,6 +19,7 @@ CONFIG_FILE = "kv_config.json"
 AFFINE_BITS = (4, 8)
 TURBO_KEY_BITS = (2, 4, 5, 8)
 TURBO_VALUE_BITS = (2, 3, 4, 5, 8)
+MIN_BLOCK = 16
 
 _TURBO = re.compile(r"turbo(?::k(\d+)v(\d+))?")
 _CONFIG_BITS = (2, 4, 8)
@@ -60,7 +61,17 @@ class TurboKV:
     start: int = 0
 
 
-KVScheme: TypeAlias = PlainKV | AffineKV | PerLayerKV | TurboKV
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Plain, but of rows that share steps in blocks of a pool, ``block_size`` tokens each.
+
+    Kept prefixes are not used with it.
+    """
+
+    block_size: int = 256
+
+
+KVScheme: TypeAlias = PlainKV | AffineKV | PerLayerKV | TurboKV | PagedKV
 
 PLAIN_KV = PlainKV()
 
@@ -88,7 +99,7 @@ def parse_kv_quant(text: str) -> KVScheme:
 
 
 def name_of(scheme: KVScheme) -> str:
-    """The scheme in the words of ``--kv-quant``."""
+    """The scheme in the words of ``--kv-quant``; ``paged:N`` for ``--paged-kv``."""
     match scheme:
         case PlainKV():
             return "off"
@@ -98,13 +109,15 @@ def name_of(scheme: KVScheme) -> str:
             return "config"
         case TurboKV(key_bits, value_bits):
             return f"turbo:k{key_bits}v{value_bits}"
+        case PagedKV(block_size):
+            return f"paged:{block_size}"
         case _:
             assert_never(scheme)
 
 
 def start_of(scheme: KVScheme) -> int:
     """Tokens that a row holds before it is encoded."""
-    return 0 if isinstance(scheme, PlainKV) else scheme.start
+    return 0 if isinstance(scheme, PlainKV | PagedKV) else scheme.start
 
 
 def check_scheme(scheme: KVScheme) -> None:
@@ -114,6 +127,8 @@ def check_scheme(scheme: KVScheme) -> None:
             raise ModelError(f"an affine KV cache of {bits} bits in groups of {group_size}")
         case TurboKV(k, v) if k not in TURBO_KEY_BITS or v not in TURBO_VALUE_BITS:
             raise ModelError(f"a TurboQuant KV cache of k{k}v{v}")
+        case PagedKV(block_size) if block_size < MIN_BLOCK:
+            raise ModelError(f"a paged KV cache in blocks of {block_size}, fewer than {MIN_BLOCK}")
     if start_of(scheme) < 0:
         raise ModelError(f"KV quantisation from {start_of(scheme)} tokens on")
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ...runtime.kvschemes import PLAIN_KV, KVScheme, parse_kv_quant
+from ...runtime.kvschemes import (
+    MIN_BLOCK,
+    PLAIN_KV,
+    KVScheme,
+    PagedKV,
+    PlainKV,
+    name_of,
+    parse_kv_quant,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

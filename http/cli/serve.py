@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...runtime.adapter_table import mountings
-from ...runtime.budgets import in_words
+from ...runtime.budgets import in_words, why_no_cache
 from ...runtime.requests import Hlg
 from ...runtime.settings import Settings
 from .options import (
@@ -162,6 +162,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
     from .models import find_model
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    kv = kv_scheme(flags)
     check_address(host, port)
     check_adapters(flags["adapters"])
     found = find_model(model, offline=flags["offline"])
@@ -172,7 +173,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         batch=flags["batch"],
         queue=flags["queue"],
         dtype=flags["dtype"],
-        kv=kv_scheme(flags),
+        kv=kv,
         prompt_cache_bytes=int(flags["prompt_cache"] * GIB),
         kv_budget_bytes=decimal_bytes(flags["kv_budget"]),
         memory_budget_bytes=decimal_bytes(flags["memory_budget"]),

@@ -24,6 +24,7 @@ from ..kvschemes import (
     AffineKV,
     KVScheme,
     LayerBits,
+    PagedKV,
     PerLayerKV,
     PlainKV,
     TurboKV,
@@ -83,8 +84,10 @@ class KVPlan:
         codecs = self.codecs or (None,) * len(flatten(caches))
         pairs = zip(flatten(caches), codecs, strict=True)
         counted = Counter(_described(cache, codec) for cache, codec in pairs)
+        paged = f" in blocks of {self.block}" if self.block else ""
         return tuple(
-            KVLayers(kind, form, count, size) for (kind, form, size), count in counted.items()
+            KVLayers(kind, form + paged if kind == "full" else form, count, size)
+            for (kind, form, size), count in counted.items()
         )
 
     def live_layers(self, caches: list[Any], tokens: int) -> tuple[KVLayers, ...]:
@@ -103,6 +106,8 @@ def encoded(cache: Any, codec: Codec | None) -> Any:
 def make_plan(model: Module, scheme: KVScheme, folder: Path) -> KVPlan:
     """The plan for a loaded model. Raises ModelError for what it cannot take, naming both."""
     check_scheme(scheme)
+    if isinstance(scheme, PagedKV):
+        return _paged(model, scheme)
     lines = read_kv_config(folder) if isinstance(scheme, PerLayerKV) else ()
     if isinstance(scheme, PlainKV) or (isinstance(scheme, PerLayerKV) and not lines):
         if isinstance(scheme, PerLayerKV):
@@ -119,6 +124,15 @@ def make_plan(model: Module, scheme: KVScheme, folder: Path) -> KVPlan:
     return KVPlan(codecs, start_of(scheme))
 
 
+def _paged(model: Module, scheme: PagedKV) -> KVPlan:
+    caches = flatten(make_prompt_cache(model))
+    if not any(type(cache) is KVCache for cache in caches):
+        raise ModelError(
+            f"--paged-kv and {model_family(model)}: there is no layer that keeps every token"
+        )
+    return KVPlan(block=scheme.block_size)
+
+
 class _Refusal(Exception):
     """Why a scheme and a model do not go together."""
 
@@ -128,7 +142,7 @@ def _codecs(
 ) -> tuple[Codec | None, ...]:
     leaves = flatten(caches)
     match scheme:
-        case PlainKV():
+        case PlainKV() | PagedKV():
             return (None,) * len(leaves)
         case AffineKV(bits, group_size):
             codecs = [_affine(cache, bits, group_size) for cache in leaves]
