@@ -121,7 +121,7 @@ class Desk:
 
     @property
     def adapters(self) -> Adapters:
-        mounted: Any = self.device._adapters
+        mounted: Any = self.device._parts.adapters
         assert isinstance(mounted, Adapters)
         return mounted
 
@@ -163,10 +163,12 @@ class Desk:
     def end(self, *rows: int) -> None:
         self.step(end=tuple(RowId(row) for row in rows))
 
+    def text(self, row: int) -> tuple[int, ...]:
+        return self.prompts[row] + tuple(self.tokens[row])
+
     def compare(self, row: int, alone: Any) -> None:
         """A row's logits at each position with those of ``alone``, reading the same text."""
-        text = self.prompts[row] + tuple(self.tokens[row])
-        expected = logits_of(alone, text[:-1])[len(self.prompts[row]) - 1 :]
+        expected = logits_of(alone, self.text(row)[:-1])[len(self.prompts[row]) - 1 :]
         assert_equal(mx.stack(self.logits[row]), expected)
 
 
@@ -380,6 +382,31 @@ def settled_memory(one: Desk) -> int:
     one.logits.clear()
     gc.collect()
     return one.device.stats().active_bytes
+
+
+def test_steps_with_adapters_alternate_with_replayed_ones(
+    desk: Callable[[str], Desk], folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: projections are fused, and base rows' steps are compiled once others are gone."""
+    monkeypatch.setattr(MLXDevice, "_replays", property(lambda _: True))
+    one = desk("llama")
+    paths = {1: folders.adapter("llama", "a"), 3: folders.adapter("llama", "b")}
+    chains = {row: (one.mount(path),) for row, path in paths.items()}
+    one.start({2: (), 4: ()})
+    one.decode(5, 2, 4)
+    built = len(one.logits[2])
+    assert built < 5, "no step was replayed"
+    one.start(chains)
+    one.decode(5, 1, 2, 3, 4)
+    one.end(1, 3)
+    one.decode(5, 2, 4)
+    assert len(one.logits[2]) < built + 5 + 5
+    for row, path in paths.items():
+        one.compare(row, with_adapter(folders.checkpoint("llama"), path))
+    for row in (2, 4):
+        base = logits_of(load_oracle(folders.checkpoint("llama")), one.text(row)[:-1])
+        start = len(one.prompts[row]) - 1
+        assert base[start:].argmax(-1).tolist() == one.tokens[row]
 
 
 def test_a_state_is_not_taken_from_a_row_with_other_adapters(

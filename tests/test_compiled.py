@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_device_that_replays_samples_the_same(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "m", "llama")
     plain = _greedy(MLXDevice(path, name="plain"))
     device = MLXDevice(path, name="replayed")
-    device._replays = True
+    device._options = replace(device._options, replay=True)
     assert _greedy(device) == plain
     assert device._forward is not None
     assert device._forward._compiled is not None

@@ -33,7 +33,7 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.engine import executor
+from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.sampling import RowSampler, Sampler
 from mlx_troupe.runtime.engine.snapshots import arrays_of
@@ -275,8 +275,8 @@ def test_a_snapshot_outlives_its_continuations_unchanged(
     ids += driver.tokens[A][:decoded]
 
     def image() -> list[np.ndarray]:
-        states = driver.device._states
-        assert states is not None
+        assert driver.device._parts is not None
+        states = driver.device._parts.states
         return [np.array(x) for x in arrays_of(states._snapshots.take(KEPT, length))]
 
     before = image()
@@ -440,7 +440,7 @@ def test_a_row_of_nans_fails_alone(
         driver.step(decode=(A, B, C), keep=(KeepRow(B, 11, KEPT),) if not driver.tokens else ())
     driver.drain()
     assert {(f.row, f.reason) for f in driver.failed if "finite" in f.reason} == {
-        (B, executor.NOT_FINITE)
+        (B, drawing.NOT_FINITE)
     }
     assert B not in driver.tokens
     assert isinstance(driver.kept[KEPT], SnapshotSkipped)

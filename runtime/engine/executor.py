@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapter_fit import AdapterTarget
 from ..adapters import AdapterInfo
@@ -42,38 +40,20 @@ from ..device import (
     StepId,
     StepPlan,
 )
-from ..errors import ModelError, Unavailable
-from ..kvschemes import PLAIN_KV, KVScheme, name_of
+from ..errors import Unavailable
+from ..kvschemes import PLAIN_KV, KVScheme
 from ..settings import Dtype
-from .adapters import Adapters
-from .batch import why_not_batchable
-from .drawing import Drawn, Fault
-from .encodable import plan_for
+from .drawing import Drawn, Fault, read
 from .forward import Forward
-from .fusing import fuse_projections
-from .kvplan import PLAIN_PLAN
-from .lazy import ids_of
-from .masks import MaskMaker
 from .memory import MemoryLimits, give_back
-from .models import (
-    Checkpoint,
-    StateKind,
-    device_label,
-    load_checkpoint,
-    state_kind,
-)
-from .needs import with_needs
+from .opening import Options, Parts, cannot_run, described, load_parts
 from .rows import Row
-from .sampling import Sampler
-from .selfcheck import may_prefill_together
 from .states import States
 from .warmup import warm_up
 
 MAX_UNDER_WAY = 2
 DECODES_PER_CLEARING = 256
 LONG_PREFILL = 512
-NOT_FINITE = "the model produced non-finite logits"
-NO_MATCH = "the answer's grammar could not be followed"
 
 
 @dataclass(slots=True)
@@ -116,25 +96,21 @@ class MLXDevice:
         extra_eos: frozenset[int] = frozenset(),
         xtc_exempt: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
-        self._path = model_path
-        self._name = name
-        self._dtype: Dtype = dtype
-        self._max_rows = batch
-        self._kv = kv
-        self._memory_budget = memory_budget
-        self._plan = PLAIN_PLAN
-        self._replays = mx.default_device() == mx.gpu and not exact
-        self._extra_eos = extra_eos
-        self._xtc_exempt = xtc_exempt
+        self._options = Options(
+            model_path,
+            name,
+            dtype,
+            batch,
+            kv,
+            memory_budget,
+            replay=mx.default_device() == mx.gpu and not exact,
+            extra_eos=extra_eos,
+            xtc_exempt=xtc_exempt,
+        )
+        self._parts: Parts | None = None
+        self._forward: Forward | None = None
         self._rows: dict[RowId, Row] = {}
         self._steps: deque[_Step] = deque(maxlen=MAX_UNDER_WAY)
-        self._states: States | None = None
-        self._model: Any = None
-        self._adapters: Adapters | None = None
-        self._forward: Forward | None = None
-        self._make_forward: partial[Forward] | None = None
-        self._masks: MaskMaker | None = None
-        self._vocab_size = 0
         self._settled = 0.0
         self._decodes = 0
         self._limits = MemoryLimits()
@@ -142,33 +118,26 @@ class MLXDevice:
     @property
     def model(self) -> Any:
         """The loaded mlx-lm model, for whoever compares with it on the same thread."""
-        return self._model
+        return None if self._parts is None else self._parts.model
 
     def open(self) -> ModelInfo:
         """Load and warm up. Raises ModelError."""
-        self._limits.set(self._memory_budget)
-        checkpoint = load_checkpoint(self._path, self._dtype, self._kv)
-        self._model = checkpoint.model
-        if self._replays:
-            fuse_projections(self._model)
-        kind = state_kind(checkpoint.model)
-        reason = kind.obstacle or why_not_batchable(checkpoint.model) or ""
-        self._plan, reason = plan_for(checkpoint.model, self._kv, self._path, reason)
-        ragged = not reason and may_prefill_together(checkpoint.model)
-        eos = checkpoint.eos_ids | self._extra_eos
+        options = self._options
+        self._limits.set(options.memory_budget)
+        self._parts = parts = load_parts(options)
         try:
-            self._prepare(eos, together=not reason, ragged=ragged)
-            layers = self._warm_up(together=not reason)
+            self._forward = parts.make_forward()
+            layers = self._warm_up(parts)
         except Exception as error:
-            raise ModelError(f"{self._path} cannot be run: {error}") from error
-        info = self._describe(checkpoint, kind, reason, ragged, eos, layers)
-        return with_needs(info, checkpoint.model, self._path, self._memory_budget)
+            raise cannot_run(options.path, error) from error
+        return described(parts, options, layers)
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step without waiting for its result."""
         if len(self._steps) == MAX_UNDER_WAY:
             raise RuntimeError(f"{MAX_UNDER_WAY} steps are under way already")
-        forward, states = self._opened()
+        parts, forward = self._opened()
+        states = parts.states
         step = _Step(plan.step, time.perf_counter())
         for keep in plan.keep:
             kept = states.keep(keep, self._rows, forward)
@@ -201,7 +170,7 @@ class MLXDevice:
         if any(drawn.reported is None for drawn in step.drawn):
             self.push()
         mx.eval(step.fences)
-        sampled = [token for drawn in step.drawn for token in self._read(drawn, step)]
+        sampled = self._read(step)
         self._steps.popleft()
         self._clear_buffers(step)
         now = time.perf_counter()
@@ -212,8 +181,8 @@ class MLXDevice:
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states. Unknown ids are ignored."""
-        if self._states is not None:
-            self._states.release(snapshots)
+        if self._parts is not None:
+            self._parts.states.release(snapshots)
 
     def drop_rows(self) -> None:
         """Forget every row, every step under way and the states that it was about to report."""
@@ -221,109 +190,55 @@ class MLXDevice:
             self.release(tuple(result.snapshot for _, result in step.kept))
         self._rows.clear()
         self._steps.clear()
-        if self._make_forward is not None:
-            self._forward = self._make_forward()
-        if self._adapters is not None:
-            self._adapters.forget()
+        if self._parts is not None:
+            self._forward = self._parts.make_forward()
+            self._parts.adapters.forget()
 
     def mount(self, adapter_id: str, path: Path) -> AdapterInfo:
         """Load an adapter. Raises AdapterError, and then nothing has changed."""
-        return self._opened_adapters().mount(adapter_id, path)
+        return self._opened()[0].adapters.mount(adapter_id, path)
 
     def unmount(self, revision: str) -> int:
         """Take an adapter from rows that start from now on."""
-        return self._opened_adapters().unmount(revision)
+        return self._opened()[0].adapters.unmount(revision)
 
     def adapter_targets(self) -> tuple[AdapterTarget, ...]:
         """The modules that adapters may change."""
-        return () if self._adapters is None else self._adapters.targets
+        return () if self._parts is None else self._parts.adapters.targets
 
     def stats(self) -> DeviceStats:
         """Live figures; cheap."""
-        if self._forward is None or self._states is None:
+        if self._parts is None or self._forward is None:
             return DeviceStats()
-        return self._states.stats(self._rows, self._forward)
+        return self._parts.states.stats(self._rows, self._forward)
 
     def idle(self) -> None:
         """Give unused memory back to the system."""
-        if self._adapters is not None:
-            self._adapters.rest()
+        if self._parts is not None:
+            self._parts.adapters.rest()
         give_back()
 
     def close(self) -> None:
         """Forget everything."""
         self._rows.clear()
         self._steps.clear()
-        self._forward = self._make_forward = self._states = self._adapters = self._model = None
-        if self._masks is not None:
-            self._masks.close()
+        if self._parts is not None:
+            self._parts.masks.close()
+        self._parts = self._forward = None
         self._limits.restore()
         give_back()
 
-    def _opened(self) -> tuple[Forward, States]:
-        if self._forward is None or self._states is None:
+    def _opened(self) -> tuple[Parts, Forward]:
+        if self._parts is None or self._forward is None:
             raise Unavailable("the device is not open")
-        return self._forward, self._states
+        return self._parts, self._forward
 
-    def _opened_adapters(self) -> Adapters:
-        if self._adapters is None:
-            raise Unavailable("the device is not open")
-        return self._adapters
-
-    def _describe(
-        self,
-        checkpoint: Checkpoint,
-        kind: StateKind,
-        reason: str,
-        ragged: bool,
-        eos: frozenset[int],
-        layers: tuple[KVLayers, ...],
-    ) -> ModelInfo:
-        return ModelInfo(
-            name=self._name,
-            vocab_size=self._vocab_size,
-            context_window=checkpoint.context_window,
-            eos_ids=eos,
-            batchable=not reason,
-            lone_reason=reason,
-            trim_window=kind.trim_window,
-            trim_floor=self._plan.start if self._plan.encodes else 0,
-            ragged_prefill=ragged,
-            launches_ahead=mx.default_device() == mx.gpu,
-            kv_bytes_per_token=sum(alike.layers * alike.bytes_per_token for alike in layers),
-            kv_scheme=name_of(self._kv),
-            kv_layers=layers,
-            namespace=checkpoint.namespace,
-            device=device_label(checkpoint.dtype),
-        )
-
-    def _prepare(self, eos: frozenset[int], *, together: bool, ragged: bool) -> None:
-        """Make what the steps need."""
-        caches = make_prompt_cache(self._model)
-        # Never evaluated: the shapes alone are wanted.
-        self._vocab_size = self._model(mx.array([[0]]), cache=caches).shape[-1]
-        self._adapters = Adapters(self._model, together=together)
-        self._states = States(self._model, self._vocab_size, self._adapters, self._plan)
-        self._masks = MaskMaker(self._vocab_size)
-        self._make_forward = partial(
-            Forward,
-            self._model,
-            Sampler(self._vocab_size, lambda: eos | self._xtc_exempt()),
-            self._masks,
-            self._adapters,
-            self._plan,
-            together=together,
-            ragged=ragged,
-            replay=self._replays,
-        )
-        self._forward = self._make_forward()
-
-    def _warm_up(self, *, together: bool) -> tuple[KVLayers, ...]:
+    def _warm_up(self, parts: Parts) -> tuple[KVLayers, ...]:
         """Run a few tokens through every path; how their keys and values are kept."""
         # Compiling the batched kernels takes seconds on a GPU and nothing on a CPU.
-        several = together and self._max_rows > 1 and mx.default_device() == mx.gpu
-        warm_up(self, 2 if several else 1)
-        layers = self._plan.live_layers(*self._opened()[0].held(self._rows[RowId(-1)]))
+        together = parts.info.batchable and self._options.batch > 1
+        warm_up(self, 2 if together and mx.default_device() == mx.gpu else 1)
+        layers = parts.plan.live_layers(*self._opened()[1].held(self._rows[RowId(-1)]))
         self.drop_rows()
         self._decodes = 0
         return layers
@@ -367,22 +282,13 @@ class MLXDevice:
             self._decodes += 1
             self._fail(faults, step)
 
-    def _read(self, drawn: Drawn, step: _Step) -> Iterator[Sampled]:
-        assert drawn.reported is not None
-        figures = {} if drawn.scores is None else drawn.scores.read()
-        for place, token in enumerate(ids_of(drawn.reported)):
-            row = drawn.rows[place]
-            if row.failed:
-                continue
-            if token < 0:
-                step.failed.append(self._evict(row, NOT_FINITE))
-                continue
-            try:
-                ends = row.follow(token)
-            except Exception as error:
-                step.failed.append(self._evict(row, f"{NO_MATCH}: {error}"))
-                continue
-            yield Sampled(row.id, token, ends, figures.get(place))
+    def _read(self, step: _Step) -> list[Sampled]:
+        sampled: list[Sampled] = []
+        for drawn in step.drawn:
+            tokens, faults = read(drawn)
+            sampled += tokens
+            self._fail(faults, step)
+        return sampled
 
     def _fail(self, faults: list[Fault], step: _Step) -> None:
         step.failed += [self._evict(row, reason) for row, reason in faults]

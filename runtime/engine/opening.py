@@ -1,0 +1,122 @@
+"""From a model's folder to all that its steps need.
+
+Pure construction, on the device thread, once for each :meth:`MLXDevice.open`. Owns nothing; knows
+no rows and no steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..device import KVLayers, ModelInfo
+from ..errors import ModelError
+from ..kvschemes import KVScheme, name_of
+from ..settings import Dtype
+from .adapters import Adapters
+from .batch import why_not_batchable
+from .encodable import plan_for
+from .forward import Forward
+from .fusing import fuse_projections
+from .kvplan import KVPlan
+from .masks import MaskMaker
+from .models import device_label, load_checkpoint, state_kind
+from .needs import with_needs
+from .sampling import Sampler
+from .selfcheck import may_prefill_together
+from .states import States
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a device was told; the fields are those of :class:`~.executor.MLXDevice`."""
+
+    path: Path
+    name: str
+    dtype: Dtype
+    batch: int
+    kv: KVScheme
+    memory_budget: int | None
+    replay: bool
+    extra_eos: frozenset[int]
+    xtc_exempt: Callable[[], frozenset[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the steps of one loaded model need; ``info`` lacks only what a warm-up shows."""
+
+    model: Any
+    info: ModelInfo
+    plan: KVPlan
+    adapters: Adapters
+    states: States
+    masks: MaskMaker
+    make_forward: Callable[[], Forward]
+
+
+def load_parts(options: Options) -> Parts:
+    """Load a model and see what it can do. Raises ModelError."""
+    checkpoint = load_checkpoint(options.path, options.dtype, options.kv)
+    model: Any = checkpoint.model
+    if options.replay:
+        fuse_projections(model)
+    kind = state_kind(model)
+    reason = kind.obstacle or why_not_batchable(model) or ""
+    plan, reason = plan_for(model, options.kv, options.path, reason)
+    together = not reason
+    eos = checkpoint.eos_ids | options.extra_eos
+    try:
+        # Never evaluated: the shape alone is wanted.
+        vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+        ragged = together and may_prefill_together(model)
+        adapters = Adapters(model, together=together)
+    except Exception as error:
+        raise cannot_run(options.path, error) from error
+    masks = MaskMaker(vocab_size)
+    make_forward = partial(
+        Forward,
+        model,
+        Sampler(vocab_size, lambda: eos | options.xtc_exempt()),
+        masks,
+        adapters,
+        plan,
+        together=together,
+        ragged=ragged,
+        replay=options.replay,
+    )
+    info = ModelInfo(
+        name=options.name,
+        vocab_size=vocab_size,
+        context_window=checkpoint.context_window,
+        eos_ids=eos,
+        batchable=together,
+        lone_reason=reason,
+        trim_window=kind.trim_window,
+        trim_floor=plan.start if plan.encodes else 0,
+        ragged_prefill=ragged,
+        launches_ahead=mx.default_device() == mx.gpu,
+        kv_scheme=name_of(options.kv),
+        namespace=checkpoint.namespace,
+        device=device_label(checkpoint.dtype),
+    )
+    states = States(model, vocab_size, adapters, plan)
+    return Parts(model, info, plan, adapters, states, masks, make_forward)
+
+
+def described(parts: Parts, options: Options, layers: tuple[KVLayers, ...]) -> ModelInfo:
+    """The model as it runs: with the layers that a warm-up left. Raises ModelError over budget."""
+    per_token = sum(alike.layers * alike.bytes_per_token for alike in layers)
+    info = replace(parts.info, kv_layers=layers, kv_bytes_per_token=per_token)
+    return with_needs(info, parts.model, options.path, options.memory_budget)
+
+
+def cannot_run(path: Path, error: Exception) -> ModelError:
+    """The error of a model that loads and does not run."""
+    return ModelError(f"{path} cannot be run: {error}")
