@@ -115,7 +115,12 @@ class KVCacheActor:
         hit = None
         if model is not None and self.core.leases < self._max_leases:
             namespace = namespace_of(model.namespace, message.adapters)
-            hit = self.core.lookup(message.ids, namespace, trim_window=model.trim_window)
+            hit = self.core.lookup(
+                message.ids,
+                namespace,
+                trim_window=model.trim_window,
+                trim_floor=model.trim_floor,
+            )
         self._scheduler.post(Found(message.row, hit))
 
     def _put(self, message: Put) -> None:

@@ -249,7 +249,10 @@ class ScriptedDevice:
             raise ContractBroken(f"row {row_id} is kept and is not there")
         if length > len(row.state):
             raise ContractBroken(f"row {row_id} has {len(row.state)} tokens, not {length}")
-        if length < len(row.state) - 1 and not self.model.can_trim(len(row.state)):
+        held = len(row.state)
+        if length < held - 1 and not self.model.can_trim(held):
+            return SnapshotSkipped(snapshot, "cannot be cut")
+        if length < self.model.trim_floor <= held:
             return SnapshotSkipped(snapshot, "cannot be cut")
         self.snapshots[snapshot] = row.state[:length]
         self.made_with[snapshot] = row.adapters
@@ -291,7 +294,7 @@ class ScriptedDevice:
     def _cut(self, state: tuple[int, ...], length: int) -> tuple[int, ...]:
         if length > len(state):
             raise ContractBroken("a source is shorter than what was asked of it")
-        if length < len(state) and not self.model.can_trim(len(state)):
+        if not self.model.can_cut(len(state), length):
             raise ContractBroken("a source that cannot be cut was cut")
         return state[:length]
 

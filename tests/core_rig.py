@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import count
+from typing import Any
 
 from mlx_troupe.actors.testing import Script, ScriptedDevice
 from mlx_troupe.runtime.adapter_table import AdapterTable, Loaded
@@ -30,6 +31,7 @@ from mlx_troupe.runtime.scheduling.effects import (
 
 PLAIN = ModelInfo("plain", 1000, 4096, frozenset({0}), namespace="plain")
 ROTATING = ModelInfo("rotating", 1000, 4096, frozenset({0}), trim_window=20, namespace="rotating")
+FLOORED = ModelInfo("floored", 1000, 4096, frozenset({0}), trim_floor=20, namespace="floored")
 RECURRENT = ModelInfo(
     "recurrent",
     1000,
@@ -131,11 +133,14 @@ class Rig:
     def answer(self, *, miss: bool = False) -> None:
         """The prefix cache answers its oldest lookup."""
         asked = self.lookups.popleft()
-        trim_window = self.model.trim_window
+        limits: dict[str, Any] = {
+            "trim_window": self.model.trim_window,
+            "trim_floor": self.model.trim_floor,
+        }
         hit = None
         if not miss:
             namespace = namespace_of(self.model.namespace, asked.adapters)
-            hit = self.cache.lookup(asked.ids, namespace, trim_window=trim_window)
+            hit = self.cache.lookup(asked.ids, namespace, **limits)
         self.perform(self.core.found(asked.row, hit))
 
     def plan(self) -> list[StepPlan]:

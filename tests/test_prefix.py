@@ -417,3 +417,19 @@ def test_long_prompts_are_matched_to_the_token(window: int | None) -> None:
         hit, found = core.lookup(asked, name, trim_window=window), model.lookup(asked, name)
         assert (hit and (hit.snapshot, hit.length)) == (found and (found[0].snapshot, found[1]))
         core.check_integrity()
+
+
+def test_a_state_is_not_cut_below_the_floor() -> None:
+    """An encoded state of 6 tokens serves 4 of them from a floor of 4 on, and none of fewer."""
+    core = PrefixCore(100)
+    core.put((1, 2, 3, 4, 5, 6), "m", SnapshotId(1), 6, kind="final", trim_window=None)
+
+    def length(*ids: int, floor: int = 4) -> int:
+        hit = core.lookup(ids, "m", trim_window=None, trim_floor=floor)
+        return 0 if hit is None else hit.length
+
+    assert length(1, 2, 3, 4, 9) == 4
+    assert length(1, 2, 3, 9, 9) == 0
+    assert length(1, 2, 3, 9, 9, floor=0) == 3
+    assert length(1, 2, 3, 9, 9, floor=7) == 3
+    assert length(1, 2, 3, 4, 5, 6, 7) == 6

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
-from core_rig import PLAIN, RECURRENT, ROTATING, Rig
+from core_rig import FLOORED, PLAIN, RECURRENT, ROTATING, Rig
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -126,7 +126,13 @@ class AnyOrderRecurrent(AnyOrder):
     model = RECURRENT
 
 
-for machine in (AnyOrder, AnyOrderRotating, AnyOrderRecurrent):
+class AnyOrderFloored(AnyOrder):
+    """The same with states that are encoded for good from a length on."""
+
+    model = FLOORED
+
+
+for machine in (AnyOrder, AnyOrderRotating, AnyOrderRecurrent, AnyOrderFloored):
     machine.TestCase.settings = settings(
         max_examples=40,
         stateful_step_count=40,
@@ -136,6 +142,7 @@ for machine in (AnyOrder, AnyOrderRotating, AnyOrderRecurrent):
 TestPlain = AnyOrder.TestCase
 TestRotating = AnyOrderRotating.TestCase
 TestRecurrent = AnyOrderRecurrent.TestCase
+TestFloored = AnyOrderFloored.TestCase
 
 
 # ---- each promise by name ----------------------------------------------------------------
@@ -260,6 +267,23 @@ def test_rows_that_cannot_be_cut_share_at_exact_boundaries(model: ModelInfo, cac
     assert rig.core.stats().shared_tokens == 2 * 300 + 3 * 339
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_an_encoded_state_is_never_cut_below_its_threshold(running: bool) -> None:
+    """A row that shares 18 tokens with a state of 70 starts cold, one that shares 25 does not."""
+    rig = Rig(FLOORED, endless)
+    shared = ramp(30)
+    rig.submit((*shared, *ramp(40, 2)), limit=200 if running else 4)
+    while rig.core.stats().prefilled_tokens < 69:
+        rig.step()
+    if not running:
+        rig.drain()
+    short = rig.submit((*shared[:18], *ramp(20, 3)))
+    long = rig.submit((*shared[:25], *ramp(20, 4)))
+    rig.drain()
+    assert rig.cached(short) == 0
+    assert rig.cached(long) == 25
+
+
 def test_a_leader_past_what_is_shared_is_not_waited_for() -> None:
     """A state that cannot be cut and is already longer serves nobody: the row starts at once."""
     rig = Rig(RECURRENT, endless, prefill_token_seconds=0.01)
@@ -360,7 +384,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     rig.drain()
 
 
-@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT, FLOORED], ids=lambda m: m.name)
 def test_interrupted_prefill_is_kept_and_used(model: ModelInfo) -> None:
     """A cancelled prompt tried again starts where it was interrupted."""
     rig = Rig(model, endless, prefill_token_seconds=0.005)
@@ -386,7 +410,7 @@ def test_interrupted_prefill_is_kept_and_used(model: ModelInfo) -> None:
     rig.drain()
 
 
-@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT, FLOORED], ids=lambda m: m.name)
 @pytest.mark.parametrize("steps", range(2, 6))
 def test_what_a_cancelled_row_generated_is_kept(model: ModelInfo, steps: int) -> None:
     """Even with two steps under way, the state that is kept holds all but the last of them."""
@@ -430,7 +454,7 @@ def test_no_prompt_entry_where_the_final_state_serves(model: ModelInfo) -> None:
     assert kinds(rig) == ["final"]
 
 
-@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT, FLOORED], ids=lambda m: m.name)
 def test_a_final_state_holds_the_prompt_and_all_that_was_processed(model: ModelInfo) -> None:
     """The last sampled token is not in it; the next turn takes all the rest from there."""
     rig = Rig(model, endless)
@@ -472,7 +496,7 @@ def test_a_row_that_ends_by_count_is_not_planned_again() -> None:
     assert sum(row in plan.decode for plan in rig.device.plans) == 4
 
 
-@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [PLAIN, ROTATING, RECURRENT, FLOORED], ids=lambda m: m.name)
 def test_a_token_after_the_end_is_never_seen(model: ModelInfo) -> None:
     """A step that ran ahead of an end token leaves no trace in the events or the kept state."""
     rig = Rig(model, ends_after(3, prompt=40))

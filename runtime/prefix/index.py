@@ -60,18 +60,26 @@ class PrefixCore:
         """Leases not yet ended."""
         return len(self._leases)
 
-    def lookup(self, ids: Sequence[int], namespace: str, *, trim_window: int | None) -> Hit | None:
+    def lookup(
+        self,
+        ids: Sequence[int],
+        namespace: str,
+        *,
+        trim_window: int | None,
+        trim_floor: int = 0,
+    ) -> Hit | None:
         """The longest usable prefix of ``ids``, leased until :meth:`end_lease`.
 
         Usable is at most ``len(ids) - 1`` tokens: the last one is the input of the first decode.
-        A state that is longer than what it shares with ``ids`` is used only if it can be cut.
+        A state that is longer than what it shares with ``ids`` is used only if it can be cut. One
+        of ``trim_floor`` tokens or more is not cut to fewer, which counts as a miss.
 
         Raises:
             ValueError: another ``trim_window`` than the namespace's entries were put with.
         """
         tree = self._tree(namespace, trim_window)
         found = tree.longest(ids[:-1]) if tree is not None else None
-        if found is None:
+        if found is None or found[1] < trim_floor <= found[0].length:
             self._counts["misses"] += 1
             return None
         entry, length = found

@@ -106,7 +106,7 @@ class Keeps:
             common = shared_length(row.ids, np.asarray(pending.ids, dtype=np.int64))
             usable = min(common, row.prompt_goal)
             whole = common == len(pending.ids)
-            if usable >= length + MIN_SHARED and (whole or model.can_trim(len(pending.ids))):
+            if usable >= length + MIN_SHARED and (whole or model.can_cut(len(pending.ids), usable)):
                 best, length = pending, usable
         return best
 

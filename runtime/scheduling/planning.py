@@ -133,7 +133,7 @@ class Planner:
         for row in rows:
             if row.phase is not Phase.READY:
                 continue
-            choice = choose_source(row, donors, trim_window=model.trim_window)
+            choice = choose_source(row, donors, model=model)
             if choice.wait_for is not None:
                 waits.setdefault(choice.wait_for, []).append(choice.wait_length)
                 continue
@@ -146,7 +146,8 @@ class Planner:
         row.processed = row.cached = choice.length
         row.fresh = row.remaining
         row.move(Phase.PREFILL if row.remaining else Phase.DECODE)
-        uncuttable = not model.can_trim(len(row.spec.prompt) + row.spec.limit)
+        prompt = len(row.spec.prompt)
+        uncuttable = not model.can_cut(prompt + row.spec.limit, prompt - 1)
         row.keep_prompt = self._cache and uncuttable and row.remaining >= PROMPT_ENTRY_AT_LEAST
         if not isinstance(choice.source, FromSnapshot):
             self.shared_tokens += choice.length
@@ -200,7 +201,8 @@ class Planner:
             if row.keep_prompt:
                 # The prompt's state is copied at the head of the next step, before it changes.
                 continue
-            if row.processed in waits.get(row.id, ()) and not model.can_trim(row.processed + 1):
+            longer = row.processed + 1
+            if row.processed in waits.get(row.id, ()) and not model.can_cut(longer, row.processed):
                 # Who waits for the prompt's state takes it at the head of the next step.
                 continue
             if not self._reserve.grants(row, rows):
@@ -216,6 +218,6 @@ def _stop_at_shared(row: Row, count: int, waits: list[int], model: ModelInfo) ->
     end = row.processed + count
     for shared in sorted(waits):
         inside = row.processed < shared < end
-        if inside and (end - shared > TAIL or not model.can_trim(end)):
+        if inside and (end - shared > TAIL or not model.can_cut(end, shared)):
             return shared - row.processed
     return count

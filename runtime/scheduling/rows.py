@@ -11,7 +11,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from ..device import Cold, FromRow, FromSnapshot, RowId, Source
+from ..device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, Source
 from ..prefix.entries import LeaseId
 from .effects import ReturnLease, RowSpec
 
@@ -149,7 +149,7 @@ class Choice:
 
 
 def choose_source(
-    row: Row, donors: list[Row], *, trim_window: int | None, may_wait: bool = True
+    row: Row, donors: list[Row], *, model: ModelInfo, may_wait: bool = True
 ) -> Choice:
     """The longest prefix that ``row`` can start from: the cache's hit or another row's state."""
     best = Choice(Cold(), 0) if row.hit is None else Choice(row.hit, row.hit.length)
@@ -157,15 +157,14 @@ def choose_source(
         if donor.adapters != row.adapters:
             continue
         now = min(shared_length(row.ids, donor.ids), row.prompt_goal, donor.processed)
-        cuttable = trim_window is None or donor.processed <= trim_window
-        if now > max(best.length, MIN_SHARED - 1) and (cuttable or now == donor.processed):
+        if now > max(best.length, MIN_SHARED - 1) and model.can_cut(donor.processed, now):
             best = Choice(FromRow(donor.id, now), now)
     if not may_wait:
         return best
     for donor in _soon(row, donors, best.length):
         later = min(shared_length(row.ids, donor.ids), row.prompt_goal, donor.prompt_goal)
         # A state that cannot be cut is forked the moment it is as long as what is shared.
-        reachable = trim_window is None or later <= trim_window or donor.processed < later
+        reachable = donor.processed < later or model.can_cut(donor.processed, later)
         if reachable and later >= max(best.wait_length + 1, best.length + MIN_SHARED):
             best = replace(best, wait_for=donor.id, wait_length=later)
     return best
