@@ -15,13 +15,17 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .lazy import start
+from ..device import Sampled
+from .lazy import ids_of, start
 from .logprobs import Scores
 from .masks import MaskMaker, Masks
 from .rows import Row
 from .sampling import Sampler
 
 Fault = tuple[Row, str]
+
+NOT_FINITE = "the model produced non-finite logits"
+NO_MATCH = "the answer's grammar could not be followed"
 
 
 @dataclass(slots=True)
@@ -112,3 +116,25 @@ class Drawing:
         undrawn.drawn.reported = draws.reported
         faults = draws.faults if masks is None else draws.faults | masks.faults
         return [(rows[place], reason) for place, reason in faults.items() if not rows[place].failed]
+
+
+def read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
+    """Wait for tokens; what the rows sampled, each followed by its matcher, and who failed."""
+    assert drawn.reported is not None
+    figures = {} if drawn.scores is None else drawn.scores.read()
+    sampled: list[Sampled] = []
+    faults: list[Fault] = []
+    for place, token in enumerate(ids_of(drawn.reported)):
+        row = drawn.rows[place]
+        if row.failed:
+            continue
+        if token < 0:
+            faults.append((row, NOT_FINITE))
+            continue
+        try:
+            ends = row.follow(token)
+        except Exception as error:
+            faults.append((row, f"{NO_MATCH}: {error}"))
+            continue
+        sampled.append(Sampled(row.id, token, ends, figures.get(place)))
+    return sampled, faults
