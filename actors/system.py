@@ -357,6 +357,7 @@ async def open_runtime(
             dtype=settings.dtype,
             batch=settings.batch,
             kv=settings.kv,
+            exact=settings.exact,
             memory_budget=settings.memory_budget_bytes,
             xtc_exempt=source.line_breaks,
         )

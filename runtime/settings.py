@@ -31,6 +31,7 @@ class Settings:
         memory_budget_bytes: the same for all that the model takes: weights, prefill, kept and
             running states, by estimate.
         kv: how keys and values are kept.
+        exact: on a GPU too a lone row computes what mlx-lm computes, bit for bit; slower.
         max_tokens: cap on every request's output; None = none.
         temperature, top_p, top_k: defaults for requests that leave them out; None = the model's
             generation_config.json, then 0.7 / off / off.
@@ -52,6 +53,7 @@ class Settings:
     kv_budget_bytes: int | None = None
     memory_budget_bytes: int | None = None
     kv: KVScheme = PLAIN_KV
+    exact: bool = False
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

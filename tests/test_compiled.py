@@ -146,3 +146,12 @@ def _greedy(device: MLXDevice) -> list[list[tuple[int, int]]]:
             ids += [(token.row, token.token) for token in device.settle().sampled]
         found.append(sorted(ids))
     return found
+
+
+def test_exact_devices_do_not_share_states_with_replaying_ones(tmp_path: Path) -> None:
+    """Bit for bit includes the prefix: the namespaces differ."""
+    path = make_checkpoint(tmp_path / "m", "llama")
+    exact, replaying = MLXDevice(path, name="exact", exact=True), MLXDevice(path, name="replaying")
+    exact._options = replace(exact._options, replay=False)
+    replaying._options = replace(replaying._options, replay=True)
+    assert exact.open().namespace != replaying.open().namespace

@@ -96,6 +96,12 @@ LOOPBACK = ("127.", "localhost", "::1")
 @kv_option
 @paged_options
 @dtype_option
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="On a GPU: a request that runs alone computes what mlx-lm computes, bit for bit. Slower; "
+    "on a CPU it is always so.",
+)
 @offline_option
 @click.option(
     "--prompt-cache",
@@ -174,6 +180,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         queue=flags["queue"],
         dtype=flags["dtype"],
         kv=kv,
+        exact=flags["exact"],
         prompt_cache_bytes=int(flags["prompt_cache"] * GIB),
         kv_budget_bytes=decimal_bytes(flags["kv_budget"]),
         memory_budget_bytes=decimal_bytes(flags["memory_budget"]),

@@ -103,7 +103,8 @@ def load_parts(options: Options) -> Parts:
         ragged_prefill=ragged,
         launches_ahead=mx.default_device() == mx.gpu,
         kv_scheme=name_of(options.kv),
-        namespace=checkpoint.namespace,
+        # States of replayed steps differ in the last bits.
+        namespace=checkpoint.namespace + ":replayed" * options.replay,
         device=device_label(checkpoint.dtype),
     )
     states = States(model, vocab_size, adapters, plan)
