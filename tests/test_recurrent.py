@@ -12,7 +12,9 @@ from ragged_rig import OTHERS, RECURRENT, Troupe, assert_equal, model_named, rag
 
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import recurrent
-from mlx_troupe.runtime.engine.batch import CannotTrim, why_not_batchable
+from mlx_troupe.runtime.engine.batch import CannotTrim, RowBatch, why_not_batchable
+from mlx_troupe.runtime.engine.compiled import can_replay
+from mlx_troupe.runtime.engine.kvplan import KVPlan
 from mlx_troupe.runtime.engine.nesting import flatten, nest
 from mlx_troupe.runtime.engine.recurrent import RecurrentLayout
 from mlx_troupe.runtime.engine.selfcheck import may_prefill_together
@@ -293,6 +295,14 @@ def test_the_check_at_load_finds_rows_that_disagree(monkeypatch: pytest.MonkeyPa
     """Rows whose states are mixed up at load are refused."""
     swap_rows(monkeypatch)
     assert "disagree" in (why_not_batchable(model_named("mamba")) or "")
+
+
+def test_only_layers_of_keys_and_values_are_replayed() -> None:
+    """Where steps cannot be replayed, a lone row gains nothing by a batch and stays alone."""
+    assert can_replay(RowBatch(model_named("llama")))
+    assert can_replay(RowBatch(model_named("sliding")))
+    assert not can_replay(RowBatch(model_named(HYBRID)))
+    assert not can_replay(RowBatch(model_named("llama"), KVPlan(block=16)))
 
 
 def test_lists_of_caches_are_flattened_and_nested() -> None:

@@ -31,6 +31,11 @@ Shape: TypeAlias = tuple[tuple[GroupKey, int], ...]
 Trace: TypeAlias = Callable[[mx.array, mx.array, list[list[mx.array]]], Any]
 
 
+def can_replay(batch: RowBatch) -> bool:
+    """Whether a batch's steps can be replayed at all: not with recurrent or paged layers."""
+    return all(isinstance(layer, KVLayout) for layer in batch.layers)
+
+
 class CompiledDecode:
     """Replays the decode steps of one batch."""
 

@@ -19,7 +19,7 @@ from mlx.nn import Module
 from ..device import RowId
 from .adapters import Adapters
 from .batch import RowBatch
-from .compiled import CompiledDecode
+from .compiled import CompiledDecode, can_replay
 from .drawing import Drawing, Drawn, Fault
 from .kvplan import KVPlan
 from .lazy import fence, start
@@ -63,7 +63,7 @@ class Forward:
         self._ragged = ragged
         self._batch: Any = RowBatch(model, plan) if together else None
         self._compiled: CompiledDecode | None = None
-        if replay and self._batch is not None:
+        if replay and self._batch is not None and can_replay(self._batch):
             self._compiled = CompiledDecode(model, self._batch)
         self._batched: dict[RowId, Row] = {}
         self._homes: dict[RowId, Any] = {}
