@@ -15,6 +15,7 @@ from tiny import make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, Sampled, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.warmup import warm_up
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
@@ -126,3 +127,11 @@ def test_what_xtc_spares_is_asked_for_when_a_row_needs_it(checkpoint: Path) -> N
     assert len(drawn & {9, 11}) >= 1
     assert len(asked) == 1
     device.close()
+
+
+def test_warming_up_tries_all_samplers_and_leaves_a_device_that_serves(device: MLXDevice) -> None:
+    """What a GPU does before it is ready, and then rows as ever."""
+    warm_up(device, 2)
+    assert device.stats().rows == 2
+    device.drop_rows()
+    assert len(decode(device, [start(1, prompt(4), Sampling(), None)], 3)[RowId(1)]) == 3
