@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ...runtime.budgets import in_gb
+from ...runtime.kvschemes import PLAIN_KV, KVScheme
+from .options import kv_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,17 +28,20 @@ Line = tuple[str, str]
     metavar="MODEL",
     help="Also estimate whether this downloaded model fits; advice only.",
 )
+@kv_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(model: str | None, as_json: bool) -> None:
+def doctor(model: str | None, kv: KVScheme, as_json: bool) -> None:
     """Tell what this machine offers, and what would make it faster.
 
     Names the device, the MLX build and the BLAS in use, memory, and the folders that files are
-    kept in.
+    kept in. --kv-quant is for the estimate of --model.
     """
+    if model is None and kv != PLAIN_KV:
+        raise click.UsageError("--kv-quant changes the estimate for a model: name it by --model.")
     from ...runtime.engine.doctor import inspect
 
     report = inspect()
-    estimate = None if model is None else estimate_of(model, report)
+    estimate = None if model is None else estimate_of(model, report, kv)
     if as_json:
         told = asdict(report) if estimate is None else asdict(report) | {"fit": asdict(estimate)}
         click.echo(json.dumps(told, default=str, indent=2))
@@ -70,13 +75,13 @@ def describe(report: DoctorReport) -> Iterator[Line]:
         yield folder.purpose, f"{folder.path}: {gib(folder.nbytes)}, {gib(folder.free)} free"
 
 
-def estimate_of(model: str, report: DoctorReport) -> Fit:
+def estimate_of(model: str, report: DoctorReport, kv: KVScheme) -> Fit:
     """What a model that is on this machine would take of its memory. Raises ModelError."""
     from ...runtime.engine.needs import fit
     from .models import find_model
 
     memory = report.device_memory or report.memory_total or 0
-    return fit(find_model(model, offline=True).path, memory)
+    return fit(find_model(model, offline=True).path, memory, kv=kv)
 
 
 def describe_fit(fit: Fit) -> Iterator[Line]:

@@ -39,21 +39,6 @@ class Number(click.FloatRange):
         return number
 
 
-class KVQuant(click.ParamType):
-    """The words of ``--kv-quant`` as a scheme."""
-
-    name = "kv-quant"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> KVScheme:
-        """Fails as a usage error that says what there is."""
-        try:
-            return parse_kv_quant(value)
-        except ValueError as error:
-            self.fail(f"{error}.", param, ctx)
-
-
 def model_argument(command: Command) -> Command:
     """``[MODEL]``."""
     return click.argument("model", required=False)(command)
@@ -148,20 +133,20 @@ def decimal_bytes(gigabytes: float | None) -> int | None:
 def kv_option(command: Command) -> Command:
     """``--kv-quant``: one scheme; a second one is refused, as it would silently win."""
 
-    def only_one(
-        ctx: click.Context, param: click.Parameter, value: tuple[KVScheme, ...]
-    ) -> KVScheme:
+    def scheme_of(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> KVScheme:
         if len(value) > 1:
             raise click.BadParameter("give it once: schemes exclude each other.", ctx, param)
-        return value[0] if value else PLAIN_KV
+        try:
+            return parse_kv_quant(value[0]) if value else PLAIN_KV
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.", ctx, param) from error
 
     return click.option(
         "--kv-quant",
         "kv",
         metavar="SCHEME",
-        type=KVQuant(),
         multiple=True,
-        callback=only_one,
+        callback=scheme_of,
         help="Keep keys and values in fewer bits: 4 or 8 (affine), config (by layer, as the "
         "model's kv_config.json says), turbo or turbo:kXvY (TurboQuant, keys of X and values of "
         "Y bits; k8v3 unless said). Unset or off: as the model makes them.",
