@@ -142,15 +142,15 @@ class RecurrentLayout:
             return
         self._now.lengths = None
         told = step.counts or (step.columns,) * len(counts)
+        if tuple(counts) != told:
+            self._take_back(counts, told)
+        if step.columns > 1 or tuple(counts) != told:
+            self._before = None
+
+    def _take_back(self, counts: Sequence[int], told: Sequence[int]) -> None:
         kept = [count == announced for count, announced in zip(counts, told, strict=True)]
         if not all(keep or not count for keep, count in zip(kept, counts, strict=True)):
             raise ValueError(f"{list(counts)} of {list(told)} columns of a recurrent layer kept")
-        if not all(kept):
-            self._take_back(kept)
-        if step.columns > 1 or not all(kept):
-            self._before = None
-
-    def _take_back(self, kept: list[bool]) -> None:
         assert self._before is not None
         keep = mx.array(kept)
         for index, (now, before) in enumerate(zip(self._now.cache, self._before, strict=True)):
