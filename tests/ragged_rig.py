@@ -17,6 +17,7 @@ from tiny_hybrids import HYBRIDS
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
+from mlx_troupe.runtime.engine.compiled import CompiledDecode
 from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN, KVPlan
 from mlx_troupe.runtime.engine.positions import install_rope
 from mlx_troupe.runtime.engine.snapshots import arrays_of
@@ -149,6 +150,27 @@ class Troupe:
             (self.expected, other.expected),
         ):
             mine[name] = theirs[name]  # type: ignore[index]
+
+
+class Replayed(Troupe):
+    """Steps of one column go through the traces as soon as there is one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.compiled = CompiledDecode(model, self.batch)
+        self.replays = 0
+
+    def forward(self, columns: int) -> mx.array:
+        if columns > 1:
+            return super().forward(columns)
+        self.batch.begin(1)
+        tokens = [self.texts[row][self.batch.length(row)] for row in self.batch.rows]
+        logits = self.compiled.logits(mx.array(tokens))
+        if logits is None:
+            return super().forward(columns)
+        self.replays += 1
+        mx.eval(logits, self.batch.arrays)
+        return logits
 
 
 LENGTHS = (3, 60, 17, 1, 126, 40, 0, 62)

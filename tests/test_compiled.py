@@ -9,38 +9,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from ragged_rig import Troupe, assert_equal, model_named
+from ragged_rig import Replayed, assert_equal, model_named
 from tiny import load_oracle, make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine import compiled as compiled_module
-from mlx_troupe.runtime.engine.compiled import CompiledDecode
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.fusing import fuse_projections
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
-
-
-class Replayed(Troupe):
-    """Steps of one column go through the traces as soon as there is one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.compiled = CompiledDecode(model, self.batch)
-        self.replays = 0
-
-    def forward(self, columns: int) -> mx.array:
-        if columns > 1:
-            return super().forward(columns)
-        self.batch.begin(1)
-        tokens = [self.texts[row][self.batch.length(row)] for row in self.batch.rows]
-        logits = self.compiled.logits(mx.array(tokens))
-        if logits is None:
-            return super().forward(columns)
-        self.replays += 1
-        mx.eval(logits, self.batch.arrays)
-        return logits
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-4-kv-heads", "sliding", "short-window", "qwen3"])

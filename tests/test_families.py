@@ -21,7 +21,7 @@ from family_rig import (
     run_plans,
 )
 from mutants import forget_the_window, leak_a_slot, lose_a_token, shift_positions
-from ragged_rig import TOLERANCE, Troupe
+from ragged_rig import TOLERANCE, Replayed, Troupe
 from tiny import load_oracle, prompt
 from tiny_families import FAMILIES, ONE_BY_ONE
 
@@ -98,6 +98,20 @@ def test_whole_capacities_are_read_alike(name: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(batch_module, "Step", WholeStep)
     ragged_run(family(name).model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "gpt_oss", "minicpm5", "qwen3_moe"])
+def test_replayed_steps_equal_lone_rows(name: str) -> None:
+    """As on fast GPUs: a step's graph is traced once and replayed, in families' own code too."""
+    troupe = Replayed(family(name).model)
+    for row, length in enumerate((3, 14, 60)):
+        troupe.add(row, length, steps=12)
+    for _ in range(6):
+        troupe.step()
+    troupe.drop(1)
+    for _ in range(2):
+        troupe.step()
+    assert troupe.replays >= 4
 
 
 @pytest.mark.parametrize("name", [name for name in TOGETHER if name not in (*SLIDING, "mamba")])
