@@ -1,7 +1,7 @@
 """Compiling a request's grammar off the event loop.
 
-Runs in the request's own task, which waits for a thread. Owns one compiler for each model that was
-loaded (a reload gives an equal one) and the bound on threads that compile.
+Runs in the request's own task, which waits for a thread. Owns the compilers of the loaded model's
+tokenizer and the bound on threads that compile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ COMPILE_SECONDS = 20.0
 
 @dataclass(slots=True)
 class GrammarTools:
-    """What turns grammars into matchers; shared by all requests of a model."""
+    """What turns grammars into matchers; shared by all requests of a model.
+
+    The compiler that almost every model needs is made by :meth:`prepare`; a model with fewer logits
+    than its tokenizer has ids, or with end tokens that this does not know, has one of its own.
+    """
 
     tokenizer: Tokenizer
     threads: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(COMPILING))
@@ -43,13 +47,22 @@ class GrammarTools:
             InvalidRequest: the grammar holds a schema that is none.
             CannotCompile: it is beyond the engine, or takes too long.
         """
-        key = (model.vocab_size, model.eos_ids)
-        compiler = self._compilers.get(key)
-        if compiler is None:
-            compiler = self._compilers[key] = GrammarCompiler(self.tokenizer, *key)
+        size = min(self.tokenizer.vocab_size, model.vocab_size)
+        compiler = self._compiler(size, model.eos_ids | self.tokenizer.eos_ids)
         with trio.move_on_after(COMPILE_SECONDS):
             # An abandoned thread keeps its place among the limiter's until it is done.
             return await trio.to_thread.run_sync(
                 compiler.compile, grammar, reasoning, abandon_on_cancel=True, limiter=self.threads
             )
         raise CannotCompile(f"it takes longer than {COMPILE_SECONDS:.0f} s to prepare")
+
+    def prepare(self) -> None:
+        """Make the usual compiler while the model loads, on the thread that loads the tokenizer."""
+        self._compiler(self.tokenizer.vocab_size, self.tokenizer.eos_ids).prepare()
+
+    def _compiler(self, size: int, eos_ids: frozenset[int]) -> GrammarCompiler:
+        compiler = self._compilers.get((size, eos_ids))
+        if compiler is None:
+            compiler = GrammarCompiler(self.tokenizer, size, eos_ids)
+            self._compilers[size, eos_ids] = compiler
+        return compiler

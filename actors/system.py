@@ -295,10 +295,10 @@ class Runtime:
     async def load_text(self, source: Tokenizer | Callable[[], Tokenizer]) -> None:
         """Load the tokenizer on a worker thread, beside the weights, unless it is there already."""
         try:
-            tokenizer = (
-                await trio.to_thread.run_sync(source, abandon_on_cancel=True)
+            tokenizer, grammars = (
+                await trio.to_thread.run_sync(_load_text, source, abandon_on_cancel=True)
                 if callable(source)
-                else source
+                else (source, GrammarTools(source))
             )
         except Exception as error:
             await self.supervisor.fail("tokenizer", error)
@@ -306,7 +306,6 @@ class Runtime:
         provenance = Provenance()
         builder = PromptBuilder(tokenizer, provenance)
         defaults = SamplingDefaults.load(self.settings)
-        grammars = GrammarTools(tokenizer)
         self._tools = TextTools(tokenizer, builder, provenance, defaults, grammars)
         self.view.bell.ring()
 
@@ -316,6 +315,13 @@ class Runtime:
         for actor in tuple(self._active):
             actor.close()
         self._worker.stop()
+
+
+def _load_text(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, GrammarTools]:
+    tokenizer = load()
+    grammars = GrammarTools(tokenizer)
+    grammars.prepare()
+    return tokenizer, grammars
 
 
 def import_engine() -> None:

@@ -416,16 +416,17 @@ def test_an_end_token_counts_wherever_the_model_or_the_tokenizer_names_it() -> N
 
 
 def test_masks_hold_what_each_matcher_allows_and_all_for_rows_without() -> None:
-    """Several matchers are asked at once; bits beyond the vocabulary mean nothing."""
+    """Several matchers are asked at once; logits that stand for no token are never drawn."""
     shared = _shared()
-    maker = MaskMaker(VOCAB)
+    logits = VOCAB + 100
+    maker = MaskMaker(logits)
     rows = [None, shared.compile(schema(const=True)), None, shared.compile(RegexGrammar("[ab]"))]
     masks = maker.begin(rows).result()
     maker.close()
-    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")[:, :logits]
     allowed = [set(np.flatnonzero(row).tolist()) for row in bits]
     assert masks.faults == {}
-    assert allowed[0] == allowed[2] == set(range(VOCAB))
+    assert allowed[0] == allowed[2] == set(range(logits))
     assert allowed[1] == {ord("t"), 259}
     assert allowed[3] == set(b"ab")
 

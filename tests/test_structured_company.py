@@ -212,3 +212,25 @@ async def test_a_client_that_leaves_takes_its_grammar_along() -> None:
             await generation.next_event()
         await settle(runtime)
         assert not scripted.rows
+
+
+async def test_tokens_and_logits_need_not_be_the_same_in_number() -> None:
+    """A model with more logits than tokens, one with fewer, and end tokens that only it knows."""
+    for size, ends in ((1000, frozenset({EOS})), (200, frozenset({7})), (300, frozenset({7, EOS}))):
+        model = ModelInfo("scripted", size, 4096, ends, namespace="s")
+        scripted = ScriptedDevice(model, babble, decode_seconds=0.0, prefill_token_seconds=0.0)
+        async with company(scripted, tokenizer=ByteTokenizer()) as (runtime, _):
+            text, end = await run(runtime, chat(NAMED))
+            assert isinstance(end, Finished)
+            assert set(json.loads(text)) == {"name", "age"}
+
+
+async def test_the_tokens_are_read_while_the_model_loads() -> None:
+    """Not by the first request, whose neighbours would have to wait."""
+    async with company(device(), tokenizer=lambda: ByteTokenizer()) as (runtime, _):
+        tools = runtime._tools
+        assert tools is not None
+        (compiler,) = tools.grammars._compilers.values()
+        assert compiler._vocabulary is not None
+        await run(runtime, chat(NAMED))
+        assert list(tools.grammars._compilers.values()) == [compiler]

@@ -49,7 +49,8 @@ class MaskMaker:
     def begin(self, matchers: Sequence[TokenMatcher | None]) -> Future[Masks]:
         """Begin to make masks for rows in the order of the batch; without a matcher all is free.
 
-        The matchers must be left alone until the masks are there.
+        At least one row has a matcher, and all matchers come from one compiler. They must be left
+        alone until the masks are there.
         """
         if self._pool is None:
             # One batch at a time; the engine spreads its rows over threads of its own.
@@ -68,11 +69,20 @@ class MaskMaker:
 
         if self._engine is None:
             self._engine = LLExecutor()
-        words = np.full((len(matchers), self._width), -1, dtype=np.int32)
         bound = [(place, m) for place, m in enumerate(matchers) if m is not None]
-        fill_next_token_bitmask_par(self._engine, [(m.engine, place) for place, m in bound], words)
-        faults = {place: m.fault for place, m in bound if m.fault}
-        words[list(faults)] = -1
+        made = np.zeros((len(bound), max(m.words for _, m in bound)), dtype=np.int32)
+        fill_next_token_bitmask_par(
+            self._engine, [(m.engine, index) for index, (_, m) in enumerate(bound)], made
+        )
+        words = np.full((len(matchers), self._width), -1, dtype=np.int32)
+        faults: dict[int, str] = {}
+        for (place, matcher), mask in zip(bound, made, strict=True):
+            if matcher.fault:
+                faults[place] = matcher.fault
+                continue
+            # The model may have more logits than its tokenizer has ids: these are never drawn.
+            words[place] = 0
+            words[place, : mask.size] = mask[: self._width]
         return Masks(words.view(np.uint32), faults)
 
 

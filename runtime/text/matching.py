@@ -16,6 +16,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, assert_never
@@ -60,12 +61,16 @@ class Reasoning:
 
 
 class TokenMatcher:
-    """Follows one row's tokens through its grammar. One owner, one thread at a time."""
+    """Follows one row's tokens through its grammar. One owner, one thread at a time.
 
-    __slots__ = ("engine",)
+    ``words`` is the length of its masks, in words of 32 tokens.
+    """
 
-    def __init__(self, engine: LLMatcher) -> None:
+    __slots__ = ("engine", "words")
+
+    def __init__(self, engine: LLMatcher, words: int) -> None:
         self.engine = engine
+        self.words = words
 
     def take(self, token: int) -> bool:
         """Follow a token; True when the text is complete and nothing may come after it.
@@ -90,10 +95,10 @@ class TokenMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and one model. Any thread may call it.
+    """Compiles grammars for one tokenizer. Any thread may call it.
 
-    ``vocab_size`` counts the model's logits, which may be more than the tokenizer's ids; end tokens
-    are the tokenizer's and ``eos_ids``, and are allowed exactly where the text may end.
+    Only ids below ``vocab_size`` may be drawn. End tokens are the tokenizer's and ``eos_ids``, and
+    are allowed exactly where the text may end.
     """
 
     def __init__(
@@ -117,13 +122,24 @@ class GrammarCompiler:
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
-                return TokenMatcher(known.deep_copy())
+                return self._matcher(known)
         made = self._compile(grammar, reasoning)
         with self._lock:
             self._compiled[key] = made
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return TokenMatcher(made.deep_copy())
+            return self._matcher(made)
+
+    def prepare(self) -> None:
+        """Read the tokenizer's tokens, which the first grammar would do otherwise.
+
+        Holds the interpreter's lock for a quarter of a second with 50,000 tokens.
+        """
+        with suppress(CannotCompile):
+            self._known_vocabulary()
+
+    def _matcher(self, compiled: LLMatcher) -> TokenMatcher:
+        return TokenMatcher(compiled.deep_copy(), -(-self._vocab_size // 32))
 
     def _compile(self, grammar: Grammar, reasoning: Reasoning | None) -> LLMatcher:
         # Imported when the first grammar comes: a server that never sees one starts sooner.
