@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
-from tiny import make_checkpoint, prompt
+from tiny import VOCAB, make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, Sampled, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.sampling import RowSampler, Sampler
 from mlx_troupe.runtime.engine.warmup import warm_up
 from mlx_troupe.runtime.requests import Sampling
 
@@ -135,3 +137,24 @@ def test_warming_up_tries_all_samplers_and_leaves_a_device_that_serves(device: M
     assert device.stats().rows == 2
     device.drop_rows()
     assert len(decode(device, [start(1, prompt(4), Sampling(), None)], 3)[RowId(1)]) == 3
+
+
+def test_nothing_of_a_batch_is_left_at_rest() -> None:
+    """Histories and parameters of the last batch go when the device idles."""
+    warm = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2)
+    rows = [RowSampler(warm, prompt(4), VOCAB)]
+    sampler = Sampler(VOCAB)
+    logits = mx.zeros((1, VOCAB))
+    mx.eval(logits)
+    gc.collect()
+    before = len(live_arrays())
+    sampler.draw(logits, rows, [4], mx.array([1], dtype=mx.uint32))
+    sampler.rest()
+    rows.clear()
+    gc.collect()
+    assert len(live_arrays()) == before
+
+
+def live_arrays() -> list[mx.array]:
+    """Every array that Python knows of."""
+    return [held for held in gc.get_objects() if isinstance(held, mx.array)]

@@ -58,6 +58,10 @@ class Drawing:
         self._undrawn: list[_Undrawn] = []
         self._unstarted: list[mx.array] = []
 
+    def rest(self) -> None:
+        """No rows are left: keep nothing of the last ones."""
+        self._sampler.rest()
+
     def draw(
         self, rows: Sequence[Row], inputs: mx.array, logits: mx.array, state: list[mx.array]
     ) -> tuple[Drawn, list[Fault]]:

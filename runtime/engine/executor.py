@@ -214,6 +214,8 @@ class MLXDevice:
 
     def idle(self) -> None:
         """Give unused memory back to the system."""
+        if self._forward is not None:
+            self._forward.rest()
         if self._parts is not None:
             self._parts.adapters.rest()
         give_back()

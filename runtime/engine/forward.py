@@ -148,6 +148,10 @@ class Forward:
         """Start the draws; the tokens of the step before are known. Returns rows that failed."""
         return self._drawing.push()
 
+    def rest(self) -> None:
+        """No rows are left: keep nothing of the last ones."""
+        self._drawing.rest()
+
     def _prefill_groups(self, chunks: Sequence[tuple[Row, int]]) -> list[list[tuple[Row, int]]]:
         if not self._ragged or len(chunks) < 2:
             return [[chunk] for chunk in chunks]

@@ -159,6 +159,10 @@ class Sampler:
         """Whether a draw of these rows waits for their logits."""
         return self._on_host and any(not row.greedy or row.logprobs is not None for row in rows)
 
+    def rest(self) -> None:
+        """Forget the batch at hand and its arrays."""
+        self._plan = None
+
     def draw(
         self,
         logits: mx.array,
