@@ -9,10 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import trio
+from company import WordTokenizer, ask, run
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache
 from tiny import load_oracle, make_checkpoint, prompt
 
+from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.runtime.device import (
     Cold,
     FromRow,
@@ -31,7 +34,8 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.requests import Sampling
+from mlx_troupe.runtime.requests import Finished, Sampling
+from mlx_troupe.runtime.settings import Settings
 
 pytestmark = pytest.mark.mlx
 
@@ -247,3 +251,39 @@ def test_states_leave_nothing_behind(family: str, drive: Callable[[str], Driver]
         assert (stats.rows, stats.kv_bytes, stats.snapshot_bytes) == (0, 0, 0)
         before = before or mx.get_active_memory()
         assert mx.get_active_memory() <= before + 4096
+
+
+async def test_chats_that_grow_find_their_last_turn(folders: Callable[[str], Path]) -> None:
+    """Two chats at once on a hybrid: each turn starts from the one before, with the cold text."""
+    path = folders("qwen3_5")
+    settings = Settings(path, "tiny", batch=4, queue=4, dtype="float32")
+    chats = {seed: list(prompt(30, seed)) for seed in (1, 2)}
+    said: dict[int, list[list[int]]] = {seed: [] for seed in chats}
+    cached: dict[int, list[int]] = {seed: [] for seed in chats}
+
+    async def talk(seed: int, runtime: Runtime) -> None:
+        for turn in range(4):
+            request = ask(*chats[seed], max_tokens=12)
+            text, end = await run(runtime, request)
+            assert isinstance(end, Finished)
+            answer = [int(word) for word in text.split()]
+            said[seed].append([*chats[seed]])
+            cached[seed].append(end.usage.cached_tokens)
+            chats[seed] += [*answer, *prompt(20, 10 * seed + turn)]
+            said[seed].append(answer)
+
+    async with open_runtime(settings, tokenizer=WordTokenizer()) as runtime:
+        await runtime.wait_ready()
+        async with trio.open_nursery() as nursery:
+            for seed in chats:
+                nursery.start_soon(talk, seed, runtime)
+        stats: Any = runtime.stats()
+    assert stats["batch"]["lone_reason"] == ""
+    oracle = load_oracle(path)
+    for seed in chats:
+        assert cached[seed] == sorted(set(cached[seed])), "each turn has more to start from"
+        assert cached[seed][0] == 0
+        assert cached[seed][-1] > 60
+        for ids, answer in zip(said[seed][::2], said[seed][1::2], strict=True):
+            steps = generate_step(mx.array(ids), oracle, max_tokens=12)
+            assert answer == [token for token, _ in steps][: len(answer)]
