@@ -62,6 +62,18 @@ def test_ragged_rows_equal_solo_rows(family: str, scheme: str, start: int) -> No
     ragged_run(Company(family, with_start(SCHEMES[scheme], start)))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", ["affine4", "k8v3"])
+def test_replayed_steps_of_encoded_rows(family: str, scheme: str) -> None:
+    """Traces of plain, mixed and encoded groups say what single rows say."""
+    company = Company(family, with_start(SCHEMES[scheme], 12), replay=True)
+    for row, length in enumerate((4, 9, 30)):
+        company.add(row, length)
+    for _ in range(14):
+        company.step()
+    assert company.replays >= 8
+
+
 @pytest.mark.parametrize("scheme", ["affine8", "k8v3"])
 def test_rows_convert_each_at_its_own_offset(scheme: str) -> None:
     """Plain and encoded rows run together; each turns when its own tokens reach the threshold."""

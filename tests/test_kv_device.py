@@ -355,6 +355,10 @@ def test_states_of_two_schemes_are_never_exchanged(folder: Callable[..., Path]) 
     assert len(set(names)) == len(names)
 
 
+# What it caches is a latent vector and one rotated key, not keys and values.
+LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}
+
+
 @pytest.mark.parametrize(
     ("scheme", "family", "config", "told"),
     [
@@ -364,6 +368,9 @@ def test_states_of_two_schemes_are_never_exchanged(folder: Callable[..., Path]) 
         (AffineKV(4), "mamba", {}, r"--kv-quant 4 and mamba.*no layer"),
         (AffineKV(8), "gemma2", {"head_dim": 64}, r"--kv-quant 8 and gemma2.*attention"),
         (TurboKV(), "gemma2", {"head_dim": 64}, r"--kv-quant turbo:k8v3 and gemma2.*attention"),
+        (AffineKV(8), "gpt_oss", {"head_dim": 64}, r"--kv-quant 8 and gpt_oss.*attention sinks"),
+        (AffineKV(8), "deepseek_v3", LATENT, r"--kv-quant 8 and deepseek_v3.*attention"),
+        (TurboKV(), "deepseek_v3", LATENT, r"--kv-quant turbo:k8v3 and deepseek_v3.*attention"),
     ],
 )
 def test_what_a_model_cannot_take_is_refused_at_start(
@@ -380,6 +387,10 @@ def test_what_a_model_cannot_take_is_refused_at_start(
     [
         ('[{"layer_idx": 3, "bits": 8}]', "layer 3 of kv_config.json has no KV cache"),
         ('[{"layer_idx": 0, "bits": 9}]', "wants 9 bits"),
+        (
+            '[{"layer_idx": 0, "bits": 8, "group_size": 128}]',
+            "heads of 64 are not whole groups of 128",
+        ),
         ('{"layer_idx": 0}', "list of layers"),
     ],
 )
@@ -408,6 +419,22 @@ def test_turbo_on_a_sliding_model_warns_once(
         drive(TurboKV(), "sliding")
     warnings = [r for r in caplog.records if r.name == kvplan.__name__]
     assert [w.getMessage() for w in warnings] == ["TurboQuant leaves sliding layers plain: 0, 2"]
+
+
+def test_small_groups_do_not_let_odd_heads_in(tmp_path: Path) -> None:
+    """Heads of 96 are whole groups of 32, but MLX's GPU product would leave columns out."""
+    path = make_checkpoint(tmp_path / "m", "llama", head_dim=96)
+    (path / "kv_config.json").write_text('[{"layer_idx": 0, "bits": 8, "group_size": 32}]')
+    with pytest.raises(ModelError, match="heads of 96 are not whole groups of 64"):
+        Driver(path, PerLayerKV())
+
+
+def test_sinks_go_with_turboquant(tmp_path: Path) -> None:
+    """They take weight from the values and leave the rotation linear: batch and lone row agree."""
+    path = make_checkpoint(tmp_path / "m", "gpt_oss", head_dim=64)
+    info = Driver(path, TurboKV()).info
+    assert info.batchable
+    assert KVLayers("full", "turbo k8v3", 2, 200) in info.kv_layers
 
 
 def test_layers_of_a_model_that_shares_keys_and_values(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ from .snapshots import CannotCut
 from .turbo_cache import TurboCodec
 from .turboquant import HEAD_SIZES
 
+_WHOLE_COLUMNS = 64
+
 log = logging.getLogger(__name__)
 
 
@@ -169,9 +171,12 @@ def _codecs(
 def _affine(cache: Any, bits: int, group_size: int) -> Codec | None:
     if type(cache) is ArraysCache:
         return None
+    # On GPUs MLX's product with packed values (not transposed) leaves out what is beyond a multiple
+    # of 64 columns, in silence (ml-explore/mlx #4250).
+    whole = max(group_size, _WHOLE_COLUMNS)
     for size in _head_sizes(cache):
-        if size % group_size:
-            raise _Refusal(f"heads of {size} are not whole groups of {group_size}")
+        if size % whole:
+            raise _Refusal(f"heads of {size} are not whole groups of {whole}")
     return AffineCodec(bits, group_size)
 
 
