@@ -11,6 +11,7 @@ from mlx_troupe.http.app import create_app
 from mlx_troupe.http.testing import MODEL, ScriptedRuntime, said
 from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.completions import completion_call
+from mlx_troupe.http.wire.structured import MAX_TEXT
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.grammars import (
     ANY_OBJECT,
@@ -128,6 +129,7 @@ for _ in range(80):
         ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
         ({"guided_choice": [1, 2]}, "guided_choice[0]"),
         ({"guided_grammar": ""}, "guided_grammar"),
+        ({"guided_grammar": "x" * (MAX_TEXT + 1)}, "guided_grammar"),
         ({"guided_grammar": {}}, "guided_grammar"),
         ({"structured_outputs": "x"}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),

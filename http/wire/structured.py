@@ -29,9 +29,13 @@ from .parsing import check_tree
 
 FORMATS = ("text", "json_object", "json_schema")
 MAX_CHOICES = 10_000
+MAX_TEXT = 1 << 18
+"""Most characters of a grammar or an expression: converting one from GBNF takes a second for every
+50,000 of them. Schemas have no limit but the body's."""
 
 Schema = dict[str, object]
-Text = Annotated[str, Meta(min_length=1)]
+SchemaText = Annotated[str, Meta(min_length=1)]
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 Choices = Annotated[list[Text], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
@@ -55,7 +59,7 @@ class ResponseFormat(Struct):
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
     """``structured_outputs``: one constraint, and how JSON is written."""
 
-    json: Schema | Text | None = None
+    json: Schema | SchemaText | None = None
     json_object: bool | None = None
     regex: Text | None = None
     choice: Choices | None = None
@@ -73,7 +77,7 @@ class StructuredParams(Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | Text | None = None
+    guided_json: Schema | SchemaText | None = None
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
