@@ -60,7 +60,7 @@ def test_only_plain_modules_are_replaced(tmp_path: object) -> None:
     install_rope(model)
     ropes = [layer.self_attn.rope for layer in model.layers]
     assert all(type(rope) is RowsRoPE for rope in ropes)
-    assert len({id(rope._tables) for rope in ropes}) == 1
+    assert len({id(rope.tables) for rope in ropes}) == 1
     path = make_checkpoint(tmp_path / "traditional", rope_traditional=True)  # type: ignore[operator]
     other = load_oracle(path)
     install_rope(other)

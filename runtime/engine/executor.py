@@ -47,6 +47,7 @@ from .drawing import Drawn, Fault, read
 from .forward import Forward
 from .memory import MemoryLimits, give_back
 from .opening import Options, Parts, cannot_run, described, load_parts
+from .positions import forget_positions
 from .rows import Row
 from .states import States
 from .warmup import warm_up
@@ -218,6 +219,7 @@ class MLXDevice:
             self._forward.rest()
         if self._parts is not None:
             self._parts.adapters.rest()
+            forget_positions(self._parts.model)
         give_back()
 
     def close(self) -> None:

@@ -40,12 +40,18 @@ class Tables:
         return self._made
 
 
+    def forget(self) -> None:
+        """Let go of the last step's."""
+        self._offsets = None
+        self._made = mx.zeros(()), mx.zeros(())
+
+
 class RowsRoPE(nn.RoPE):
     """nn.RoPE, told the offsets of several rows; anything else goes to mlx's own."""
 
     def __init__(self, like: nn.RoPE, tables: Tables) -> None:
         super().__init__(like.dims, like.traditional, like.base, like.scale)
-        self._tables = tables
+        self.tables = tables
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotate ``x`` [B, H, L, D]; ``offset`` is an int or int32 [B]."""
@@ -53,9 +59,16 @@ class RowsRoPE(nn.RoPE):
             return super().__call__(x, offset)
         if x.ndim != 4 or x.shape[-1] != self.dims:
             return super().__call__(x, offset)
-        own, partner = self._tables.at(offset, x.shape[2])
+        own, partner = self.tables.at(offset, x.shape[2])
         half = self.dims // 2
         return x * own + mx.concatenate([x[..., half:], x[..., :half]], -1) * partner
+
+
+def forget_positions(model: nn.Module) -> None:
+    """Let go of what the last step of batched rows left: its size is that of its batch."""
+    for module in model.modules():
+        if isinstance(module, RowsRoPE):
+            module.tables.forget()
 
 
 def install_rope(model: nn.Module) -> None:
