@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
-MAX_WHITESPACE = 40
+MAX_WHITESPACE = 24
 """Longest run of white space between two parts of a JSON text. JSON itself has no bound, and small
 models that may always add one more line end never come to the closing brace."""
 

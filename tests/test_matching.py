@@ -18,6 +18,7 @@ from mlx_troupe.runtime.engine.masks import MaskMaker
 from mlx_troupe.runtime.errors import InvalidRequest
 from mlx_troupe.runtime.grammars import (
     ANY_OBJECT,
+    MAX_WHITESPACE,
     ChoiceGrammar,
     ContextFreeGrammar,
     Grammar,
@@ -226,7 +227,7 @@ def _shared() -> GrammarCompiler:
 def test_white_space_between_parts_is_bounded(compiler: GrammarCompiler) -> None:
     """A model that only ever adds line ends comes to something else."""
     matcher = compiler.compile(JsonGrammar(ANY_OBJECT))
-    follow(matcher, "{" + "\n" * 40)
+    follow(matcher, "{" + "\n" * MAX_WHITESPACE)
     assert set(matcher.allowed()).isdisjoint(b" \t\r\n")
     spaced = JsonGrammar(ANY_OBJECT, whitespace_pattern=r"[ ]{2}")
     assert accepts(compiler, spaced, '{  "a":  1}')
