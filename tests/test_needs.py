@@ -64,7 +64,7 @@ def test_a_memory_budget_is_mlx_s_limit_while_the_device_is_open(tmp_path: Path)
     device.close()
     assert mx.get_memory_limit() == before
     small = MLXDevice(path, name="m", dtype="keep", memory_budget=100_000)
-    with pytest.raises(ModelError, match="--memory-budget 0.0001 GB"):
+    with pytest.raises(ModelError, match=r"--memory-budget 0\.0001 GB"):
         small.open()
     small.close()
     assert mx.get_memory_limit() == before
