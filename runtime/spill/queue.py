@@ -1,0 +1,271 @@
+"""Which kept states are written to the disk, in which order, and which are not.
+
+The core of the ``Spill`` actor's writing side, run by its task and by nobody else; it never waits.
+It knows states by their snapshots, ids and sizes, and neither the device nor the disk. States that
+the memory tier has let go while they wait here belong to the queue, within a bound, until their
+bytes have left the device: every method that ends such a state's use notes it, and
+:meth:`SaveQueue.take_freed` says, exactly once, what the device may forget.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from ..device import SnapshotId
+from ..prefix.entries import Kind
+
+HOUR = 3600.0
+SEEN = 4096
+"""States refused at their first offer that are remembered for their second."""
+
+Offer: TypeAlias = Literal["queued", "here", "full", "postponed"]
+"""What became of an offered state: it waits, it waited already, there is no room for its bytes, or
+it must be asked for once more before it is worth a part of the budget that is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kept state of exactly ``ids`` that is not on the disk.
+
+    ``nbytes`` is what it costs on the device; ``cuttable``: it serves all that its prefixes serve.
+    """
+
+    snapshot: SnapshotId
+    namespace: str
+    ids: tuple[int, ...]
+    nbytes: int
+    kind: Kind
+    cuttable: bool
+
+    def covers(self, other: Candidate) -> bool:
+        """Whether with this one on the disk the other would serve nobody."""
+        length = len(other.ids)
+        return (
+            self.cuttable
+            and self.namespace == other.namespace
+            and len(self.ids) >= length
+            and self.ids[:length] == other.ids
+        )
+
+
+class WriteBudget:
+    """At most so many bytes in any hour; None = as many as come."""
+
+    def __init__(self, bytes_per_hour: int | None) -> None:
+        if bytes_per_hour is not None and bytes_per_hour < 0:
+            raise ValueError(f"a budget of {bytes_per_hour} bytes is less than nothing")
+        self.bytes_per_hour = bytes_per_hour
+        self._written: deque[tuple[float, int]] = deque()
+        self._spent = 0
+
+    def spent(self, now: float) -> int:
+        """Bytes written within the hour before ``now`` (seconds of any clock that only rises)."""
+        while self._written and self._written[0][0] <= now - HOUR:
+            self._spent -= self._written.popleft()[1]
+        return self._spent
+
+    def allows(self, nbytes: int, now: float) -> bool:
+        """Whether as many more bytes may be written now."""
+        limit = self.bytes_per_hour
+        return limit is None or self.spent(now) + nbytes <= limit
+
+    def is_scarce(self, now: float) -> bool:
+        """Whether more than half of it is spent."""
+        return self.bytes_per_hour is not None and 2 * self.spent(now) > self.bytes_per_hour
+
+    def charge(self, nbytes: int, now: float) -> None:
+        """So many bytes were written."""
+        if self.bytes_per_hour is not None:
+            self._written.append((now, nbytes))
+            self._spent += nbytes
+
+
+@dataclass(slots=True)
+class _InHand:
+    candidate: Candidate
+    on_device: bool = True
+
+
+class SaveQueue:
+    """States that wait to be written, oldest first, and the one that is being written.
+
+    Args:
+        bound: bytes of states that may wait; a further one is refused.
+        keep: bytes of states that may stay on the device only to be written, after the memory tier
+            has let go of them. Beyond it such a state is given up.
+    """
+
+    def __init__(self, bound: int, keep: int, budget: WriteBudget) -> None:
+        self._bound = bound
+        self._keep = keep
+        self.budget = budget
+        self._waiting: OrderedDict[SnapshotId, Candidate] = OrderedDict()
+        self._in_hand: _InHand | None = None
+        self._owned: set[SnapshotId] = set()
+        self._owned_bytes = 0
+        self._bytes = 0
+        self._freed: list[SnapshotId] = []
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """States that are not written yet, the one in hand included."""
+        return len(self._waiting) + (self._in_hand is not None)
+
+    @property
+    def bytes(self) -> int:
+        """What they come to."""
+        return self._bytes
+
+    @property
+    def owned(self) -> tuple[SnapshotId, ...]:
+        """States that stay on the device for the queue alone."""
+        return tuple(self._owned)
+
+    def take_freed(self) -> tuple[SnapshotId, ...]:
+        """States that nobody needs on the device any more, each told once."""
+        freed, self._freed = tuple(self._freed), []
+        return freed
+
+    def offer(self, candidate: Candidate, now: float) -> Offer:
+        """Ask for a state to be written.
+
+        Those that wait and that it covers need not be written any more. One that is refused stays
+        with whoever offered it.
+        """
+        if candidate.snapshot in self._waiting or self._is_in_hand(candidate.snapshot):
+            return "here"
+        for other in tuple(self._waiting.values()):
+            if candidate.covers(other):
+                self._leave(other, "superseded")
+        if self.budget.is_scarce(now) and not self._is_second(candidate):
+            self.counts["postponed"] += 1
+            return "postponed"
+        if self._bytes + candidate.nbytes > self._bound:
+            self.counts["dropped"] += 1
+            return "full"
+        self._waiting[candidate.snapshot] = candidate
+        self._bytes += candidate.nbytes
+        return "queued"
+
+    def let_go(self, snapshots: Iterable[SnapshotId]) -> None:
+        """The memory tier has no use for these states any more."""
+        for snapshot in snapshots:
+            waiting = self._waiting.get(snapshot)
+            if waiting is not None and self._owned_bytes + waiting.nbytes <= self._keep:
+                self._own(waiting)
+            elif waiting is not None:
+                self._own(waiting)
+                self._leave(waiting, "dropped")
+            elif (hand := self._in_hand) and self._is_in_hand(snapshot) and hand.on_device:
+                self._own(hand.candidate)
+            else:
+                self._freed.append(snapshot)
+
+    def take(self, now: float) -> Candidate | None:
+        """The next state to write, which is then in hand; those over the budget are given up."""
+        if self._in_hand is not None:
+            raise ValueError("a state is in hand already")
+        while self._waiting:
+            candidate = next(iter(self._waiting.values()))
+            if self.budget.allows(candidate.nbytes, now):
+                del self._waiting[candidate.snapshot]
+                self._in_hand = _InHand(candidate)
+                return candidate
+            self._leave(candidate, "over_budget")
+        return None
+
+    def exported(self) -> None:
+        """All bytes of the state in hand have left the device."""
+        hand = self._hand()
+        hand.on_device = False
+        self._disown(hand.candidate)
+
+    def written(self, nbytes: int, now: float) -> None:
+        """The state in hand is on the disk, at the cost of ``nbytes`` written."""
+        self.budget.charge(nbytes, now)
+        self.counts["bytes_written"] += nbytes
+        self._end("written")
+
+    def failed(self) -> None:
+        """The state in hand could not be written."""
+        self._end("failed")
+
+    def needless(self) -> None:
+        """The state in hand turned out to be gone, or to be on the disk already."""
+        self._end("superseded")
+
+    def lost(self) -> None:
+        """The device lost every state; one that has left it is still written."""
+        for candidate in self._waiting.values():
+            self._bytes -= candidate.nbytes
+        self.counts["dropped"] += len(self._waiting)
+        self._waiting.clear()
+        self._owned.clear()
+        self._owned_bytes = 0
+        self._freed.clear()
+
+    def _hand(self) -> _InHand:
+        if self._in_hand is None:
+            raise ValueError("no state is in hand")
+        return self._in_hand
+
+    def _is_in_hand(self, snapshot: SnapshotId) -> bool:
+        return self._in_hand is not None and self._in_hand.candidate.snapshot == snapshot
+
+    def _is_second(self, candidate: Candidate) -> bool:
+        """Whether the same state was offered before; the first offer is remembered."""
+        digest = blake2b(candidate.namespace.encode(), digest_size=16)
+        digest.update(np.asarray(candidate.ids, dtype=np.int64).tobytes())
+        key = digest.digest()
+        if self._seen.pop(key, b"") is None:
+            return True
+        self._seen[key] = None
+        while len(self._seen) > SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def _leave(self, candidate: Candidate, why: str) -> None:
+        """A state that waits is not going to be written."""
+        del self._waiting[candidate.snapshot]
+        self._bytes -= candidate.nbytes
+        self.counts[why] += 1
+        self._disown(candidate)
+
+    def _end(self, how: str) -> None:
+        candidate = self._hand().candidate
+        self._in_hand = None
+        self._bytes -= candidate.nbytes
+        self.counts[how] += 1
+        self._disown(candidate)
+
+    def _own(self, candidate: Candidate) -> None:
+        if candidate.snapshot not in self._owned:
+            self._owned.add(candidate.snapshot)
+            self._owned_bytes += candidate.nbytes
+
+    def _disown(self, candidate: Candidate) -> None:
+        if candidate.snapshot in self._owned:
+            self._owned.remove(candidate.snapshot)
+            self._owned_bytes -= candidate.nbytes
+            self._freed.append(candidate.snapshot)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, in words, where the books do not agree. For tests."""
+        held = list(self._waiting.values())
+        assert sum(c.nbytes for c in held) <= self._bound, "more waits than may"
+        hand = self._in_hand
+        if hand is not None:
+            held.append(hand.candidate)
+        assert self._bytes == sum(c.nbytes for c in held), "bytes are not their sum"
+        sizes = {c.snapshot: c.nbytes for c in held}
+        assert self._owned <= sizes.keys(), "a state is kept for nothing"
+        assert self._owned_bytes == sum(sizes[s] for s in self._owned), "kept bytes are not theirs"
+        for snapshot, waiting in self._waiting.items():
+            assert snapshot == waiting.snapshot, "a state waits under another name"

@@ -1,0 +1,198 @@
+"""What is written to the disk and in which order: the queue's core alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.spill.queue import HOUR, Candidate, SaveQueue, WriteBudget
+
+
+def state(
+    snapshot: int, *ids: int, nbytes: int = 10, cuttable: bool = True, namespace: str = "n"
+) -> Candidate:
+    return Candidate(SnapshotId(snapshot), namespace, ids, nbytes, "final", cuttable)
+
+
+def queue(bound: int = 1000, keep: int = 1000, budget: int | None = None) -> SaveQueue:
+    return SaveQueue(bound, keep, WriteBudget(budget))
+
+
+def test_states_are_written_oldest_first() -> None:
+    """Each is taken once, in the order of the offers."""
+    q = queue()
+    assert q.offer(state(1, 1), 0) == q.offer(state(2, 2), 0) == "queued"
+    assert q.offer(state(2, 2), 0) == "here"
+    taken = []
+    while (candidate := q.take(0)) is not None:
+        taken.append(candidate.snapshot)
+        q.exported()
+        q.written(10, 0)
+    assert taken == [1, 2]
+    assert (len(q), q.bytes, q.counts["written"]) == (0, 0, 2)
+
+
+def test_a_longer_state_takes_the_place_of_what_it_covers() -> None:
+    """Only where it can be cut, in the same namespace, and where the shorter one still waits."""
+    q = queue()
+    q.offer(state(1, 1, 2), 0)
+    q.offer(state(2, 1, 2, 3, cuttable=False), 0)
+    q.offer(state(3, 1, 2, 3, 4, namespace="other"), 0)
+    assert len(q) == 3
+    q.offer(state(4, 1, 2, 3, 4), 0)
+    assert len(q) == 2
+    assert q.counts["superseded"] == 2
+
+
+def test_no_more_bytes_wait_than_may() -> None:
+    """A state beyond the bound is refused and counted; it fits again when one was written."""
+    q = queue(bound=25)
+    q.offer(state(1, 1), 0)
+    q.offer(state(2, 2), 0)
+    assert q.offer(state(3, 3), 0) == "full"
+    assert q.counts["dropped"] == 1
+    q.take(0)
+    assert q.offer(state(3, 3), 0) == "full"
+    q.exported()
+    q.written(10, 0)
+    assert q.offer(state(3, 3), 0) == "queued"
+
+
+def test_a_state_that_memory_let_go_stays_until_its_bytes_have_left_the_device() -> None:
+    """Then, and not before, the device may forget it; one that never waited at once."""
+    q = queue()
+    q.offer(state(1, 1), 0)
+    q.let_go([SnapshotId(1), SnapshotId(9)])
+    assert q.take_freed() == (9,)
+    q.take(0)
+    assert q.take_freed() == ()
+    q.exported()
+    assert q.take_freed() == (1,)
+    q.written(10, 0)
+    assert q.take_freed() == ()
+
+
+def test_only_so_many_bytes_stay_for_the_disk_alone() -> None:
+    """Beyond the bound a state that memory let go is given up."""
+    q = queue(keep=15)
+    q.offer(state(1, 1), 0)
+    q.offer(state(2, 2), 0)
+    q.let_go([SnapshotId(1), SnapshotId(2)])
+    assert q.take_freed() == (2,)
+    assert q.counts["dropped"] == 1
+    assert [s.snapshot for s in [q.take(0)] if s] == [1]
+
+
+def test_no_hour_sees_more_bytes_written_than_its_budget() -> None:
+    """What does not fit is given up, and may be offered again when the hour has passed."""
+    q = queue(budget=25)
+    for number in (1, 2):
+        q.offer(state(number, number), 0)
+    for _ in range(2):
+        q.take(0)
+        q.exported()
+        q.written(10, 0)
+    assert q.offer(state(3, 3), 1) == "postponed"
+    assert q.offer(state(3, 3), 1) == "queued"
+    assert q.take(1) is None
+    assert q.counts["over_budget"] == 1
+    q.offer(state(3, 3), HOUR)
+    assert q.take(HOUR) is not None
+
+
+def test_the_second_half_of_a_budget_is_for_states_that_are_asked_for_again() -> None:
+    """A state is refused once, and remembered by its ids, whatever its snapshot is."""
+    q = queue(budget=15)
+    q.offer(state(1, 1), 0)
+    q.take(0)
+    q.exported()
+    q.written(8, 0)
+    assert q.offer(state(2, 7, 8, nbytes=1), 1) == "postponed"
+    assert q.offer(state(3, 7, 9, nbytes=1), 1) == "postponed"
+    assert q.offer(state(4, 7, 8, nbytes=1), 1) == "queued"
+
+
+def test_a_lost_device_leaves_nothing_waiting() -> None:
+    """What has left the device already is still written."""
+    q = queue()
+    for number in (1, 2):
+        q.offer(state(number, number), 0)
+    q.take(0)
+    q.exported()
+    q.let_go([SnapshotId(2)])
+    q.lost()
+    assert (len(q), q.owned) == (1, ())
+    q.written(10, 0)
+    q.check_integrity()
+    assert (len(q), q.bytes) == (0, 0)
+
+
+def test_a_budget_and_its_charges_are_checked() -> None:
+    """A negative budget is a mistake; without one everything is allowed."""
+    with pytest.raises(ValueError, match="less than nothing"):
+        WriteBudget(-1)
+    free = WriteBudget(None)
+    free.charge(1 << 50, 0)
+    assert free.allows(1 << 50, 0)
+    assert not free.is_scarce(0)
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(("offer", "let_go", "take", "step", "fail")), st.integers(1, 12)),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ACTIONS, st.integers(5, 60), st.integers(0, 30), st.sampled_from((None, 40, 400)))
+def test_whatever_happens_each_state_is_freed_exactly_once(
+    actions: list[tuple[str, int]], bound: int, keep: int, budget: int | None
+) -> None:
+    """A state is freed after the memory tier let go of it, never before, never twice."""
+    q = queue(bound, keep, budget)
+    here: set[int] = set()
+    gone: set[int] = set()
+    freed: set[int] = set()
+    hand: list[bool] = []
+    written = 0
+    for now, (action, number) in enumerate(actions):
+        match action:
+            case "offer" if number not in gone:
+                here.add(number)
+                ids = tuple(range(1 + number % 4)) if number % 2 else (number,)
+                q.offer(state(number, *ids, nbytes=number, cuttable=number % 3 > 0), now)
+            case "let_go" if number in here:
+                here.remove(number)
+                gone.add(number)
+                q.let_go([SnapshotId(number)])
+            case "take" if not hand and q.take(now) is not None:
+                hand.append(True)
+            case "step" if hand and hand[0]:
+                q.exported()
+                hand[0] = False
+            case "step" if hand:
+                q.written(number, now)
+                written += number
+                hand.clear()
+            case "fail" if hand:
+                q.failed()
+                hand.clear()
+            case _:
+                pass
+        q.check_integrity()
+        told = q.take_freed()
+        assert len(set(told)) == len(told)
+        assert not freed & set(told), "freed twice"
+        freed |= set(told)
+        assert freed <= gone, "freed while the memory tier has it"
+        assert gone - freed == set(q.owned), "neither freed nor kept for the disk"
+    if hand:
+        q.failed()
+    while q.take(1e9) is not None:
+        q.exported()
+        q.written(0, 1e9)
+    freed |= set(q.take_freed())
+    assert freed == gone
+    assert (len(q), q.bytes, q.counts["bytes_written"]) == (0, 0, written)
