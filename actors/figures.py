@@ -74,9 +74,12 @@ def _admission(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> 
     """Limits that somebody set (null: nobody did), what is reserved and used, and advice."""
     model = view.model
     limits = budgets(settings, model) if model else Budgets()
+    tokens = limits.context_tokens
+    if tokens is not None and model and model.context_window:
+        tokens = min(tokens, model.context_window)
     return {
         "max_safe_context": max_safe_context(model, model.memory_bytes) if model else None,
-        "enforced_context_tokens": limits.context_tokens,
+        "enforced_context_tokens": tokens,
         "memory_budget_bytes": settings.memory_budget_bytes,
         "kv_budget_bytes": settings.kv_budget_bytes,
         "kv_limit_bytes": limits.kv_bytes,

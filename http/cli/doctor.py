@@ -96,6 +96,8 @@ def describe_fit(fit: Fit) -> Iterator[Line]:
         told = f"no: weights and prefill are more than the {in_gb(fit.safe_bytes)} that are safe"
     elif fit.context_tokens is None:
         told = "yes: its state does not grow"
+    elif fit.context_window is not None and fit.context_tokens >= fit.context_window:
+        told = f"yes, a request that fills its window too, within {in_gb(fit.safe_bytes)}"
     else:
         told = f"one request of {fit.context_tokens:,} tokens within {in_gb(fit.safe_bytes)}"
     yield "fits", f"{told}; context window {window}"
