@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from typing import TypeAlias
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from .turbo_tables import CENTROIDS, SIGN_MASKS
+
+Constants: TypeAlias = npt.NDArray[np.float32]
 
 GROUP = 32
 HEAD_SIZES = tuple(SIGN_MASKS)
@@ -23,6 +28,9 @@ _SIGNED_LIMIT = 127
 _LARGEST_HALF = 65504.0
 _COUNTED_BITS = 5
 """Up to here comparing with every boundary is faster than bisection."""
+
+_AT_ONCE = 1 << 18
+"""Comparisons made by one operation: for a few tokens the number of operations is what costs."""
 
 _PACKED = 8
 """Codes are packed by eight: those of b bits fill b bytes."""
@@ -87,7 +95,7 @@ def unrotate(y: mx.array) -> mx.array:
 
 def signs(size: int) -> mx.array:
     """±1 in float32 [size]. Raises KeyError for a size that is not in ``HEAD_SIZES``."""
-    return mx.array(_signs(size), dtype=mx.float32)
+    return mx.array(_signs(size))
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
@@ -128,12 +136,14 @@ def _as_half(x: mx.array) -> mx.array:
 
 def _nearest(x: mx.array, bits: int) -> mx.array:
     """How many boundaries lie below each value: uint8 of the same shape."""
+    bounds = mx.array(_boundaries(bits))
+    if x.size << bits <= _AT_ONCE:
+        return (x[..., None] > bounds).sum(axis=-1).astype(mx.uint8)
     if bits <= _COUNTED_BITS:
         found = mx.zeros(x.shape, dtype=mx.uint8)
-        for boundary in _boundaries(bits):
+        for boundary in _boundaries(bits).tolist():
             found = found + (x > boundary)
         return found
-    bounds = mx.array(_boundaries(bits), dtype=mx.float32)
     found = mx.zeros(x.shape, dtype=mx.uint32)
     for step in (1 << bit for bit in reversed(range(bits))):
         found = found + (x > _looked_up(bounds, found + (step - 1))) * step
@@ -146,14 +156,20 @@ def _looked_up(table: mx.array, places: mx.array) -> mx.array:
 
 
 def _centroids(bits: int) -> mx.array:
-    return mx.array(CENTROIDS[bits], dtype=mx.float32)
+    return mx.array(_table(bits))
 
 
 @cache
-def _boundaries(bits: int) -> tuple[float, ...]:
-    return tuple((low + high) / 2 for low, high in pairwise(CENTROIDS[bits]))
+def _table(bits: int) -> Constants:
+    return np.array(CENTROIDS[bits], np.float32)
 
 
 @cache
-def _signs(size: int) -> tuple[float, ...]:
-    return tuple(-1.0 if SIGN_MASKS[size] >> place & 1 else 1.0 for place in range(size))
+def _boundaries(bits: int) -> Constants:
+    return np.array([(low + high) / 2 for low, high in pairwise(CENTROIDS[bits])], np.float32)
+
+
+@cache
+def _signs(size: int) -> Constants:
+    bits = [SIGN_MASKS[size] >> place & 1 for place in range(size)]
+    return 1 - 2 * np.array(bits, np.float32)
