@@ -24,6 +24,11 @@ def namespace_of(model: str, adapters: tuple[str, ...]) -> str:
     return "\n".join((model, *adapters))
 
 
+def adapters_of(namespace: str) -> tuple[str, ...]:
+    """The adapter revisions of a namespace, in order."""
+    return tuple(namespace.split("\n")[1:])
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """One kept state; compared by identity.

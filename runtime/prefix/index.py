@@ -77,9 +77,8 @@ class PrefixCore:
         Raises:
             ValueError: another ``trim_window`` than the namespace's entries were put with.
         """
-        tree = self._tree(namespace, trim_window)
-        found = tree.longest(ids[:-1]) if tree is not None else None
-        if found is None or found[1] < trim_floor <= found[0].length:
+        found = self._find(ids, namespace, trim_window, trim_floor)
+        if found is None:
             self._counts["misses"] += 1
             return None
         entry, length = found
@@ -87,6 +86,18 @@ class PrefixCore:
         self._counts["hits"] += 1
         self._counts["tokens_reused"] += length
         return Hit(entry.snapshot, length, self._lease(entry))
+
+    def peek(
+        self,
+        ids: Sequence[int],
+        namespace: str,
+        *,
+        trim_window: int | None,
+        trim_floor: int = 0,
+    ) -> int:
+        """How many tokens :meth:`lookup` would find; leases, counts and moves nothing."""
+        found = self._find(ids, namespace, trim_window, trim_floor)
+        return 0 if found is None else found[1]
 
     def put(
         self,
@@ -177,6 +188,15 @@ class PrefixCore:
             evictions=self._counts["evictions"],
             tokens_reused=self._counts["tokens_reused"],
         )
+
+    def _find(
+        self, ids: Sequence[int], namespace: str, trim_window: int | None, trim_floor: int
+    ) -> tuple[Entry, int] | None:
+        tree = self._tree(namespace, trim_window)
+        found = tree.longest(ids[:-1]) if tree is not None else None
+        if found is None or found[1] < trim_floor <= found[0].length:
+            return None
+        return found
 
     def _tree(self, namespace: str, trim_window: int | None) -> RadixTree | None:
         tree = self._trees.get(namespace)
