@@ -265,6 +265,28 @@ def test_a_short_prompt_is_not_computed_in_a_step_of_seconds() -> None:
     assert seconds <= 1.0
 
 
+@pytest.mark.parametrize("ahead", [True, False], ids=["gpu", "cpu"])
+def test_a_long_prefill_is_hardly_later_for_a_short_prompt(ahead: bool) -> None:
+    """A prompt of 200 tokens and 16 of answer in its middle cost 32,000 tokens less than 5 %."""
+    seconds: list[float] = []
+    for disturbed in (False, True):
+        model = replace(LONG, launches_ahead=ahead)
+        rig = Rig(model, endless, budget=0, prefill_token_seconds=0.003)
+        rig.device.decode_seconds = 0.05
+        long = rig.submit(ids(32_000, 1), 1)
+        assert long is not None
+        spent = 0.0
+        while not rig.is_over(long):
+            if disturbed and spent > 48 and len(rig.said) == 1:
+                rig.submit(ids(200, 2), 16)
+            done = rig.step()
+            assert done is not None
+            # What a pass over the weights costs, whatever it processes.
+            spent += done.seconds + 0.05
+        seconds.append(spent)
+    assert seconds[1] <= 1.05 * seconds[0], seconds
+
+
 def test_a_recurrent_model_keeps_the_bound() -> None:
     """Its rows are never cut and never share a step's pass; the turns are the same."""
     watched = Watched(replace(RECURRENT, context_window=100_000))
