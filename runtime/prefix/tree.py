@@ -177,6 +177,15 @@ class RadixTree:
 
     def check_integrity(self) -> None:
         """Raise AssertionError, in words, where the tree is not what it promises."""
+        self.check_links()
+        for entry, node in self._nodes.items():
+            cuttable = self.can_cut(node.depth)
+            assert entry.cuttable == cuttable, "an entry is wrong about being cut"
+            covered = any(child.latest for child in node.children.values())
+            assert not covered, "an entry is kept beside a longer one that serves the same"
+
+    def check_links(self) -> None:
+        """Raise AssertionError where nodes and entries do not hang together, whatever is kept."""
         found: dict[Entry, _Node] = {}
         pending = [self._root]
         while pending:
@@ -193,10 +202,6 @@ class RadixTree:
             assert node.entry or len(node.children) > 1, "a node without a purpose was left behind"
         if node.entry is not None:
             assert node.entry.length == node.depth, "an entry's length is not that of its ids"
-            cuttable = self.can_cut(node.depth)
-            assert node.entry.cuttable == cuttable, "an entry is wrong about being cut"
-            covered = any(child.latest for child in node.children.values())
-            assert not covered, "an entry is kept beside a longer one that serves the same"
         for first, child in node.children.items():
             assert child.edge.startswith(first), "a child is filed under another id than its first"
             assert child.parent is node, "a child names another parent"

@@ -12,10 +12,11 @@ Recurrent state and turned rings have no tokens to take out: a delta holds them 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 Bytes: TypeAlias = bytes | memoryview
 Meta: TypeAlias = tuple[tuple[str, int | float | str], ...]
@@ -158,7 +159,29 @@ def join(parent: HostState, *deltas: HostState) -> HostState:
     return HostState(parts[-1].length, tuple(_join_layer(c) for c in columns), parent.first)
 
 
-def check_continues(before: HostLayer, after: HostLayer) -> None:
+class ArrayShape(Protocol):
+    """An array with or without its bytes."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class LayerShape(Protocol):
+    """A layer with or without its bytes."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def meta(self) -> Meta: ...
+    @property
+    def arrays(self) -> Sequence[ArrayShape]: ...
+    @property
+    def token_axis(self) -> tuple[int | None, ...]: ...
+
+
+def check_continues(before: LayerShape, after: LayerShape) -> None:
     """Raise StateMismatch unless ``after`` can be joined behind ``before``; contents do not matter.
 
     An array that ``after`` holds whole needs nothing of ``before``.
@@ -225,5 +248,5 @@ def _token_bytes(array: HostArray, axis: int) -> int:
     return prod(array.shape[axis + 1 :]) * ITEM_BYTES[array.dtype]
 
 
-def _but(array: HostArray, axis: int) -> tuple[int, ...]:
+def _but(array: ArrayShape, axis: int) -> tuple[int, ...]:
     return array.shape[:axis] + array.shape[axis + 1 :]

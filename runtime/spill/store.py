@@ -1,0 +1,325 @@
+"""The states that outlive the process: save, load, drop, and their cap in bytes.
+
+Owns one folder and the books about it. Called on worker threads, several at a time; only
+:meth:`SpillStore.lookup`, :meth:`SpillStore.has` and :meth:`SpillStore.stats` never touch the disk
+and may be called anywhere. The lock is never held while the disk works. Two stores on one folder,
+in one process or two, do each other no harm: files are complete when they get their name and are
+never changed, so the worst is a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..prefix.entries import Kind
+from .books import Slot, file_name
+from .faults import Absent, Corrupt, DiskFull, SpillFault, Unfit
+from .files import Files
+from .folder import SpillFolder, make_key
+from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
+from .index import FileKey, SpillHit
+from .shelf import Shelf
+from .state import HostState, StateMismatch, check_continues, join
+
+
+def key_of(namespace: str, ids: Sequence[int]) -> FileKey:
+    """The name of the state of exactly ``ids`` in a namespace."""
+    return make_key(namespace_digest(namespace), pack_ids(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class SpillEntry:
+    """What a state is the state of.
+
+    Attributes:
+        namespace: states of different namespaces are never interchangeable.
+        ids: all tokens of the state, those of the parents of a delta included.
+        kind: what it was taken at.
+        cuttable: it can be cut to any shorter length.
+    """
+
+    namespace: str
+    ids: tuple[int, ...]
+    kind: Kind
+    cuttable: bool
+
+    @property
+    def key(self) -> FileKey:
+        """Its name."""
+        return key_of(self.namespace, self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A state that was read back, of exactly ``ids``; ``read_bytes`` came from the disk."""
+
+    state: HostState
+    ids: tuple[int, ...]
+    kind: Kind
+    cuttable: bool
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Live figures, and counters since the store was made.
+
+    Attributes:
+        entries: states that a lookup can find; dead_files: files of ours that serve nobody.
+        bytes: of all files; max_bytes: what they are held under, None = no cap.
+        longest_tokens: the longest state that would survive the process.
+        hits, misses: lookups.
+        saves: states written; bytes_written: bytes handed to the system, for nothing too.
+        loads: states read; bytes_read: of them.
+        evictions: files given up for room; drops: entries given up on request.
+        leftovers: temporary files removed; quarantined: damaged files set aside; orphans: deltas
+            removed because what they continue is gone.
+        faults: (code, how often) of all that went wrong, loads of missing entries included.
+    """
+
+    entries: int
+    dead_files: int
+    bytes: int
+    max_bytes: int | None
+    longest_tokens: int
+    hits: int
+    misses: int
+    saves: int
+    bytes_written: int
+    loads: int
+    bytes_read: int
+    evictions: int
+    drops: int
+    leftovers: int
+    quarantined: int
+    orphans: int
+    faults: tuple[tuple[str, int], ...]
+
+
+_COUNTS = (
+    "hits",
+    "misses",
+    "saves",
+    "bytes_written",
+    "loads",
+    "bytes_read",
+    "evictions",
+    "drops",
+    "leftovers",
+    "quarantined",
+    "orphans",
+)
+
+
+class SpillStore:
+    """States in a folder. Whatever goes wrong is a :class:`SpillFault`, counted."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int | None = None,
+        verify: bool = False,
+        clock: Callable[[], float] = time.time,
+        files: Files | None = None,
+    ) -> None:
+        """``verify``: loads hash every tensor; a header is always checked. Touches no disk."""
+        self._path = folder
+        self._verify = verify
+        self._clock = clock
+        self._folder = SpillFolder(folder, Files() if files is None else files)
+        self._shelf = Shelf(self._folder, max_bytes, clock)
+        self._is_full = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._path
+
+    def open(self) -> None:
+        """Make the folder if need be, find out what is in it and bring it under the cap.
+
+        Raises SpillFault: the folder cannot be made, read or brought under the cap. The store may
+        be used all the same; it misses until the folder is in order.
+        """
+        with self._shelf.counted():
+            self._folder.make()
+            self._shelf.count("leftovers", self._folder.remove_leftovers())
+            self._shelf.sync()
+            with self._shelf.room(0):
+                pass
+
+    def lookup(self, ids: Sequence[int], namespace: str, *, trim_floor: int = 0) -> SpillHit | None:
+        """The longest usable prefix of ``ids`` on disk, at most all but the last of them.
+
+        A state of ``trim_floor`` tokens or more is not cut to fewer.
+        """
+        digest = namespace_digest(namespace)
+        with self._shelf.lock:
+            hit = self._shelf.books.lookup(ids, digest, trim_floor)
+            self._shelf.counts["misses" if hit is None else "hits"] += 1
+        return hit
+
+    def has(self, key: FileKey) -> bool:
+        """Whether an entry is here, as far as is known: a delta may continue it."""
+        with self._shelf.lock:
+            return key in self._shelf.books
+
+    def save(self, entry: SpillEntry, state: HostState) -> int:
+        """Write a state; returns the bytes once they are durable, 0 if it was here already.
+
+        A state with ``first`` > 0 is a delta behind the entry of the first ``first`` ids.
+        """
+        with self._shelf.counted():
+            header = self._header(entry, state)
+            self._shelf.sync()
+            if self._renew(entry.key, header):
+                return 0
+            parent = key_of(entry.namespace, entry.ids[: state.first]) if state.first else None
+            with self._shelf.pinned(parent) as above:
+                if parent is not None:
+                    header = self._continue(above, header, state)
+                made = draft(header, state)
+                with self._shelf.room(made.header.size):
+                    self._write(entry.key, made)
+                    if not self._shelf.enter(entry.key, made.header, 0):
+                        self._shelf.remove((file_name(entry.key),))
+                        raise Unfit("what a delta continues went while it was written")
+            self._shelf.touch(entry.key)
+            self._shelf.count("saves")
+            return made.header.size
+
+    def load(self, key: FileKey, *, upto: int | None = None) -> Restored:
+        """Read a state back; with ``upto`` the shortest of those it continues that holds as much.
+
+        A damaged file is set aside; what continues it can never be had again and is removed.
+        """
+        with self._shelf.counted(), self._shelf.pinned(key, upto) as chain:
+            if not chain:
+                raise Absent(f"no entry {key}")
+            header, parts = self._read_chain(chain)
+            try:
+                state = join(*parts)
+            except StateMismatch as error:
+                fault = Corrupt(str(error))
+                self._shelf.reject(chain[-1].key, chain[-1].size, fault)
+                raise fault from error
+            size = sum(slot.size for slot in chain)
+            self._shelf.touch(chain[-1].key)
+            self._shelf.count("loads")
+            self._shelf.count("bytes_read", size)
+            return Restored(state, unpack_ids(header.ids), header.kind, header.cuttable, size)
+
+    def drop(self, key: FileKey) -> None:
+        """Give an entry up; its file stays, not to be found, as long as others need it."""
+        with self._shelf.counted():
+            with self._shelf.lock:
+                self._shelf.counts["drops"] += key in self._shelf.books
+                names = self._shelf.books.drop(key)
+            self._shelf.remove(names)
+
+    def clear(self) -> None:
+        """Remove every file of ours, whoever wrote it."""
+        with self._shelf.counted():
+            with self._shelf.lock:
+                self._shelf.books.clear()
+            self._shelf.remove(self._folder.names())
+            self._folder.remove_leftovers()
+
+    def stats(self) -> StoreStats:
+        """Live figures and counters; cheap enough for every scrape."""
+        with self._shelf.lock:
+            return StoreStats(
+                entries=len(self._shelf.books),
+                dead_files=self._shelf.books.dead,
+                bytes=self._shelf.books.bytes,
+                max_bytes=self._shelf.max_bytes,
+                longest_tokens=self._shelf.books.longest,
+                faults=tuple(sorted(self._shelf.faults.items())),
+                **{name: self._shelf.counts[name] for name in _COUNTS},
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, in words, where the books do not agree. For tests."""
+        with self._shelf.lock:
+            self._shelf.books.check_integrity()
+
+    def _read_chain(self, chain: tuple[Slot, ...]) -> tuple[Header, list[HostState]]:
+        header: Header | None = None
+        parts: list[HostState] = []
+        for slot in chain:
+            above = header
+            try:
+                header, state = self._folder.state(slot.key, verify=self._verify)
+                if header.parent != (above.digest if above is not None else ""):
+                    raise Unfit("a delta behind another state than it was written for")
+            except SpillFault as fault:
+                self._shelf.reject(slot.key, slot.size, fault)
+                raise
+            parts.append(state)
+        assert header is not None, "a chain has a first file"
+        return header, parts
+
+    def _continue(self, above: tuple[Slot, ...], header: Header, state: HostState) -> Header:
+        """The header of a delta, after a look at the file that it continues."""
+        if not above:
+            raise Unfit(f"there is no state of the first {state.first} tokens")
+        try:
+            parent = self._folder.header(above[-1].key)
+        except SpillFault as fault:
+            self._shelf.reject(above[-1].key, above[-1].size, fault)
+            raise
+        if parent.digest != above[-1].digest:
+            self._shelf.forget(above[-1].key)
+            raise Unfit("the file of the state to be continued was replaced")
+        if len(parent.layers) != len(state.layers):
+            raise Unfit(f"{len(state.layers)} layers behind {len(parent.layers)}")
+        try:
+            for before, after in zip(parent.layers, state.layers, strict=True):
+                check_continues(before, after)
+        except StateMismatch as error:
+            raise Unfit(str(error)) from error
+        return replace(header, parent=parent.digest)
+
+    def _write(self, key: FileKey, made: Draft) -> None:
+        try:
+            self._folder.write(key, made, lambda count: self._shelf.count("bytes_written", count))
+        except DiskFull:
+            # Room is made once: while the disk stays full no more of the cache is given for it.
+            with self._shelf.lock:
+                was_full, self._is_full = self._is_full, True
+                most = self._shelf.books.bytes - made.header.size
+                names = () if was_full else self._shelf.books.make_room(0, most)
+            if not names:
+                raise
+            self._shelf.evict(names)
+            self._folder.write(key, made, lambda count: self._shelf.count("bytes_written", count))
+        with self._shelf.lock:
+            self._is_full = False
+
+    def _header(self, entry: SpillEntry, state: HostState) -> Header:
+        if state.length != len(entry.ids):
+            raise Unfit(f"a state of {state.length} tokens for {len(entry.ids)} ids")
+        return Header(
+            namespace=namespace_digest(entry.namespace),
+            ids=pack_ids(entry.ids),
+            first=state.first,
+            length=state.length,
+            kind=entry.kind,
+            cuttable=entry.cuttable,
+            parent="",
+            created=self._clock(),
+            layers=(),
+        )
+
+    def _renew(self, key: FileKey, header: Header) -> bool:
+        """Note the use of an entry that is here already; False if it is not."""
+        with self._shelf.lock:
+            if key not in self._shelf.books:
+                return False
+            self._shelf.books.add(key, header, None, 0)
+        self._shelf.touch(key)
+        return True
