@@ -372,6 +372,28 @@ def mlx_lm_processed(s: Sampling, history: list[int], logits: mx.array) -> mx.ar
     return logits
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    level=st.floats(-30, 30),
+    gaps=st.lists(
+        st.sampled_from([0.0, 1e-7, 5e-7, 1e-6, 4e-6, 1e-5, 1.0]), min_size=2, max_size=6
+    ),
+    kind=st.sampled_from([mx.float32, mx.bfloat16]),
+    rest=st.sampled_from([0.01, 1.0, 9.0]),
+    seed=st.integers(0, 999),
+)
+def test_a_lone_greedy_row_takes_what_mlx_lm_takes(
+    level: float, gaps: list[float], kind: mx.Dtype, rest: float, seed: int
+) -> None:
+    """Also where rounded log-probabilities tie and logits do not: to the bit, nearly for free."""
+    draw_places = np.random.default_rng(seed)
+    logits = np.full(VOCAB, level - rest, dtype=np.float32)
+    logits[draw_places.choice(VOCAB, len(gaps), replace=False)] = level - np.cumsum(gaps)
+    row = mx.array(logits).astype(kind)[None]
+    expected = mx.argmax(row - mx.logsumexp(row, axis=-1, keepdims=True), axis=-1)
+    assert draw([(Sampling(), row, 5)]).tokens.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

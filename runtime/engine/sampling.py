@@ -157,7 +157,9 @@ class Sampler:
 
     def reads(self, rows: Sequence[RowSampler]) -> bool:
         """Whether a draw of these rows waits for their logits."""
-        return self._on_host and any(not row.greedy or row.logprobs is not None for row in rows)
+        if not self._on_host or len(rows) == 1:
+            return self._on_host
+        return any(not row.greedy or row.logprobs is not None for row in rows)
 
     def rest(self) -> None:
         """Forget the batch at hand and its arrays."""
@@ -222,6 +224,8 @@ class Sampler:
         if not plan.order:
             if len(plan.rows) > 1:
                 return mx.argmax(logits, axis=-1)
+            if self._on_host and (best := _clear_best(values, logits.dtype)) is not None:
+                return mx.array([best], dtype=mx.uint32)
             # mlx-lm's own choice, to the bit: rounded differences may tie where logits do not.
             return mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
         places = [positions[place] for place in plan.order]
@@ -244,6 +248,19 @@ class Sampler:
             own = numbers[group.numbers]
             parts.append(choose(self._kit, group.needs, x, group.parameters, own))
         return xp.concatenate(parts)[plan.back]
+
+
+def _clear_best(values: Any, kind: mx.Dtype) -> int | None:
+    """The best of [1, V] if it is the best of the log-probabilities too, however these round.
+
+    The best one's is above -16, as no vocabulary has e^16 tokens. There neighbours are at most 8
+    epsilons apart, so that nothing 32 epsilons below can be rounded to the same. Exponentials of a
+    whole vocabulary, for the normaliser, take as long as a layer of a small model.
+    """
+    x = values[0]
+    best = int(x.argmax())
+    rivals = np.count_nonzero(x >= x[best] - 32 * mx.finfo(kind).eps)
+    return best if rivals == 1 else None
 
 
 def _is_same(one: RowSampler, other: RowSampler) -> bool:
