@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import trio
 
 from mlx_troupe.runtime.adapter_fit import AdapterTarget
 from mlx_troupe.runtime.adapter_table import Loaded, Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo
+from mlx_troupe.runtime.device import DeviceStats, ModelInfo, SnapshotMade
 from mlx_troupe.runtime.errors import ModelError, Unavailable
+from mlx_troupe.runtime.spill.state import HostLayer
 
 from .mailbox import Mailbox
 from .messages import (
@@ -28,7 +29,12 @@ from .messages import (
     DeviceLost,
     DeviceReady,
     DropRows,
+    Export,
+    Exported,
     GpuCommand,
+    HostingRefused,
+    Import,
+    Imported,
     Launch,
     Mount,
     Mounted,
@@ -55,7 +61,11 @@ REST_AFTER = 5.0
 """Seconds without a step after which unused memory goes back to the system."""
 LOADING = -1
 """Stands for a load among the steps that the watchdog waits for; step ids start at 0. Work on
-adapters has the numbers below."""
+adapters and kept states has the numbers below."""
+Asked: TypeAlias = (
+    Reply[AdapterInfo] | Reply[int] | Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade]
+)
+"""An ask that the worker carries without touching it."""
 
 
 class DeviceHung(Fatal):
@@ -181,7 +191,7 @@ class GpuActor:
         self._watchdog = Watchdog()
         self._last_step = -math.inf
         # Asks that the worker has and has not answered, by their number for the watchdog.
-        self._asked: dict[Reply[AdapterInfo] | Reply[int], int] = {}
+        self._asked: dict[Asked, int] = {}
         self._numbers = count(LOADING - 1, -1)
 
     async def run(self) -> None:
@@ -197,7 +207,7 @@ class GpuActor:
     def abandon(self, reason: str) -> None:
         """Everyone who had something on the device is told; queued commands are void."""
         for command in self._mailbox.drain():
-            if isinstance(command, Mount | Unmount):
+            if isinstance(command, Mount | Unmount | Export | Import):
                 command.reply.fail(Unavailable(reason))
         for reply in self._asked:
             reply.fail(Unavailable(reason))
@@ -226,7 +236,12 @@ class GpuActor:
                 self._last_step = trio.current_time()
             case DropRows():
                 self._watchdog.forget_steps()
-            case Mount(reply=reply) | Unmount(reply=reply):
+            case (
+                Mount(reply=reply)
+                | Unmount(reply=reply)
+                | Export(reply=reply)
+                | Import(reply=reply)
+            ):
                 self._asked[reply] = number = next(self._numbers)
                 self._watchdog.expect(number, self._prefill_timeout)
             case Settle() | Release():
@@ -275,13 +290,23 @@ class GpuActor:
                 self._answered(reply)
                 self._view.stats = stats
                 reply.set(modules)
+            case Exported(host_reply, layers):
+                self._answered(host_reply)
+                host_reply.set(layers)
+            case Imported(made_reply, made, stats):
+                self._answered(made_reply)
+                self._view.stats = stats
+                made_reply.set(made)
+            case HostingRefused(refused_reply, refused):
+                self._answered(refused_reply)
+                refused_reply.fail(refused)
             case OpenFailed(error):
                 self._view.error = error.message
                 raise ModelRefused(ModelError(error.message))
             case Broke(error):
                 raise DeviceBroken(f"{type(error).__name__}: {error}") from error
 
-    def _answered(self, reply: Reply[AdapterInfo] | Reply[int]) -> None:
+    def _answered(self, reply: Asked) -> None:
         number = self._asked.pop(reply, None)
         if number is not None:
             self._watchdog.heard(number)

@@ -38,6 +38,7 @@ from mlx_troupe.runtime.device import (
 from mlx_troupe.runtime.text.matching import MatchFailed, TokenMatcher
 
 from .messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
+from .scripted_states import ScriptedStates
 from .worker import Conductor
 
 Call: TypeAlias = Literal["open", "launch", "settle"]
@@ -90,7 +91,7 @@ class ContractBroken(AssertionError):
     """A plan that the device's contract does not allow."""
 
 
-class ScriptedDevice:
+class ScriptedDevice(ScriptedStates):
     """A device whose model is a Python function and whose time is an argument.
 
     Args:
@@ -114,14 +115,12 @@ class ScriptedDevice:
         prefill_token_seconds: float = 0.0005,
         open_seconds: float = 0.0,
     ) -> None:
-        self.model = model or ModelInfo("scripted", 1000, 4096, frozenset({0}), namespace="s")
+        super().__init__(model or ModelInfo("scripted", 1000, 4096, frozenset({0}), namespace="s"))
         self.script = script
         self.decode_seconds = decode_seconds
         self.prefill_token_seconds = prefill_token_seconds
         self.open_seconds = open_seconds
         self.rows: dict[RowId, ScriptedRow] = {}
-        self.snapshots: dict[SnapshotId, tuple[int, ...]] = {}
-        self.made_with: dict[SnapshotId, tuple[str, ...]] = {}
         self.plans: list[StepPlan] = []
         self.opened = 0
         self.fail_next: Exception | None = None
@@ -176,12 +175,6 @@ class ScriptedDevice:
     def seconds(self) -> float:
         """What the oldest step under way costs in virtual time."""
         return self._under_way[0].seconds if self._under_way else 0.0
-
-    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
-        """Forget kept states."""
-        for snapshot in snapshots:
-            self.snapshots.pop(snapshot, None)
-            self.made_with.pop(snapshot, None)
 
     def drop_rows(self) -> None:
         """Forget rows, steps under way and the states they were about to report."""

@@ -21,12 +21,17 @@ import trio
 from mlx_troupe.runtime.adapter_table import Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import Device, StepPlan
-from mlx_troupe.runtime.errors import AdapterError, ModelError, TroupeError
+from mlx_troupe.runtime.errors import AdapterError, ModelError, StateRefused, TroupeError
 
 from .messages import (
     Broke,
     Close,
     DropRows,
+    Export,
+    Exported,
+    HostingRefused,
+    Import,
+    Imported,
     Launch,
     Mount,
     Mounted,
@@ -108,6 +113,8 @@ class Conductor:
             case Unmount(revision, reply):
                 modules = self._device.unmount(revision)
                 self._post(Unmounted(reply, modules, self._device.stats()))
+            case Export() | Import():
+                self._host(command)
             case Rest():
                 if not self._under_way:
                     self._device.idle()
@@ -155,6 +162,17 @@ class Conductor:
             self._post(MountRefused(command.reply, error))
         else:
             self._post(Mounted(command.reply, info, self._device.stats()))
+
+    def _host(self, command: Export | Import) -> None:
+        try:
+            if isinstance(command, Export):
+                layers = self._device.export(command.snapshot, command.first_layer, command.count)
+                self._post(Exported(command.reply, layers))
+            else:
+                made = self._device.import_state(command.snapshot, command.state, command.adapters)
+                self._post(Imported(command.reply, made, self._device.stats()))
+        except StateRefused as error:
+            self._post(HostingRefused(command.reply, error))
 
     def _launch(self, plan: StepPlan) -> None:
         if self._under_way and not self._device.overlaps(plan):

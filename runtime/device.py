@@ -19,6 +19,7 @@ from typing import NewType, Protocol, TypeAlias
 from .adapter_fit import AdapterTarget
 from .adapters import AdapterInfo
 from .requests import Sampling
+from .spill.state import HostLayer, HostState
 from .text.matching import TokenMatcher
 
 RowId = NewType("RowId", int)
@@ -294,6 +295,25 @@ class Device(Protocol):
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states. Unknown ids are ignored."""
+        ...
+
+    def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
+        """Up to ``count`` layers of a kept state as bytes; fewer, or none, when they end there.
+
+        Slices of a big state leave between steps. The bytes are nobody else's to change, and stay
+        right when the state is released meanwhile. Raises StateRefused for an unknown id or for
+        layers that have no form as bytes.
+        """
+        ...
+
+    def import_state(
+        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...] = ()
+    ) -> SnapshotMade:
+        """Keep a state that was exported from the same model under a new id, bit for bit.
+
+        ``adapters``: the revisions that it was computed with; they need not be mounted. Raises
+        StateRefused for what is no state of this model, and then nothing has changed.
+        """
         ...
 
     def drop_rows(self) -> None:

@@ -43,6 +43,7 @@ from ..device import (
 from ..errors import Unavailable
 from ..kvschemes import PLAIN_KV, KVScheme
 from ..settings import Dtype
+from ..spill.state import HostLayer, HostState
 from .drawing import Drawn, Fault, read
 from .forward import Forward
 from .memory import MemoryLimits, give_back
@@ -184,6 +185,16 @@ class MLXDevice:
         """Forget kept states. Unknown ids are ignored."""
         if self._parts is not None:
             self._parts.states.release(snapshots)
+
+    def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
+        """Some layers of a kept state as bytes. Raises StateRefused."""
+        return self._opened()[0].states.export(snapshot, first_layer, count)
+
+    def import_state(
+        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...] = ()
+    ) -> SnapshotMade:
+        """Keep a state that was exported. Raises StateRefused."""
+        return self._opened()[0].states.restore(snapshot, state, adapters)
 
     def drop_rows(self) -> None:
         """Forget every row, every step under way and the states that it was about to report."""

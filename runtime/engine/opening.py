@@ -26,6 +26,7 @@ from .forward import Forward
 from .fusing import fuse_projections
 from .kvplan import KVPlan
 from .masks import MaskMaker
+from .hosting import Hosting
 from .models import device_label, load_checkpoint, state_kind
 from .needs import with_needs
 from .sampling import Sampler
@@ -82,6 +83,7 @@ def load_parts(options: Options) -> Parts:
     masks = MaskMaker(vocab_size)
     make_forward = partial(
         Forward,
+        hosting = Hosting(model, plan)
         model,
         Sampler(vocab_size, lambda: eos | options.xtc_exempt()),
         masks,
@@ -107,7 +109,7 @@ def load_parts(options: Options) -> Parts:
         namespace=checkpoint.namespace + ":replayed" * options.replay,
         device=device_label(checkpoint.dtype),
     )
-    states = States(model, vocab_size, adapters, plan)
+    states = States(model, vocab_size, adapters, plan, hosting)
     return Parts(model, info, plan, adapters, states, masks, make_forward)
 
 

@@ -10,6 +10,7 @@ buffer that a second handle still refers to before it writes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class CannotCut(Exception):
 
 def clone(cache: Any) -> Any:
     """The same state under new handles: writing through one leaves the other as it is."""
-    return type(cache).from_state(tree_map(_handle, cache.state))
+    return _mapped(cache, _handle)
 
 
 def clone_all(caches: list[Any]) -> list[Any]:
@@ -101,7 +102,7 @@ def cut(caches: list[Any], have: int, length: int) -> list[Any]:
 
 def compact(caches: list[Any]) -> list[Any]:
     """Exact-length contiguous copies (lazy); nothing of the original buffers stays referenced."""
-    return [type(c).from_state(tree_map(_packed, c.state)) for c in caches]
+    return [_mapped(cache, _packed) for cache in caches]
 
 
 def arrays_of(caches: list[Any]) -> list[mx.array]:
@@ -113,6 +114,13 @@ def arrays_of(caches: list[Any]) -> list[mx.array]:
 def num_bytes(caches: list[Any]) -> int:
     """Bytes of all arrays of a state, whether evaluated yet or not."""
     return sum(x.nbytes for x in arrays_of(caches))
+
+
+def _mapped(cache: Any, change: Callable[[Any], Any]) -> Any:
+    # A list's own from_state knows mlx-lm's caches only.
+    if type(cache) is CacheList:
+        return _List(*(_mapped(c, change) for c in cache.caches))
+    return type(cache).from_state(tree_map(change, cache.state))
 
 
 def _handle(leaf: Any) -> Any:
@@ -196,6 +204,11 @@ class Snapshots:
         if kept is None:
             raise CannotCut(f"snapshot {snapshot} is not kept any more")
         return cut(kept.caches, kept.length, length)
+
+    def whole(self, snapshot: SnapshotId) -> tuple[list[Any], int]:
+        """A kept state's caches, not to be written, and its tokens; none for an unknown id."""
+        kept = self._kept.get(snapshot)
+        return ([], 0) if kept is None else (kept.caches, kept.length)
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget; unknown ids are ignored."""

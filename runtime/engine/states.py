@@ -25,8 +25,11 @@ from ..device import (
     SnapshotSkipped,
     StartRow,
 )
+from ..errors import StateRefused
+from ..spill.state import HostLayer, HostState
 from .adapters import Adapters
 from .forward import Forward
+from .hosting import Hosting
 from .kvplan import KVPlan
 from .lazy import start as start_computing
 from .rows import Row
@@ -37,8 +40,16 @@ from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
 class States:
     """Makes rows and keeps snapshots for one model."""
 
-    def __init__(self, model: Module, vocab_size: int, adapters: Adapters, plan: KVPlan) -> None:
+    def __init__(
+        self,
+        model: Module,
+        vocab_size: int,
+        adapters: Adapters,
+        plan: KVPlan,
+        hosting: Hosting,
+    ) -> None:
         self._model = model
+        self._hosting = hosting
         self._plan = plan
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -81,6 +92,23 @@ class States:
         row = Row(start.row, start.ids, sampler, caches, processed=length, matcher=start.matcher)
         row.adapters = adapters
         return row
+
+    def export(self, snapshot: SnapshotId, first: int, count: int) -> tuple[HostLayer, ...]:
+        """See :meth:`~mlx_troupe.runtime.device.Device.export`."""
+        caches, length = self._snapshots.whole(snapshot)
+        if not length:
+            raise StateRefused(f"snapshot {snapshot} is not kept")
+        return self._hosting.export(caches, length, first, count)
+
+    def restore(
+        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...]
+    ) -> SnapshotMade:
+        """See :meth:`~mlx_troupe.runtime.device.Device.import_state`."""
+        if self._snapshots.length(snapshot):
+            raise StateRefused(f"snapshot {snapshot} is kept already")
+        made = self._snapshots.put(snapshot, self._hosting.rebuild(state), state.length)
+        self._made_with[snapshot] = adapters
+        return made
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states; unknown ids are ignored."""

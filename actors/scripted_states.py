@@ -1,0 +1,66 @@
+"""The kept states of a scripted device, in memory and as bytes.
+
+Part of the test kit; ``testing.ScriptedDevice`` is built on it. A state is the ids that it was
+computed from, so that whoever goes on from a wrong one is found out.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from mlx_troupe.runtime.device import ModelInfo, SnapshotId, SnapshotMade
+from mlx_troupe.runtime.errors import StateRefused
+from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
+
+_KIND = "scripted"
+
+
+class ScriptedStates:
+    """Kept states by id.
+
+    As bytes each is ``layers`` times its ids, one array a layer. The array has a token axis unless
+    the model says that a state of this length cannot be cut.
+    """
+
+    layers = 2
+
+    def __init__(self, model: ModelInfo) -> None:
+        self.model = model
+        self.snapshots: dict[SnapshotId, tuple[int, ...]] = {}
+        self.made_with: dict[SnapshotId, tuple[str, ...]] = {}
+
+    def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
+        """Forget kept states."""
+        for snapshot in snapshots:
+            self.snapshots.pop(snapshot, None)
+            self.made_with.pop(snapshot, None)
+
+    def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
+        """The ids, once a layer. Raises StateRefused for an unknown id."""
+        if (ids := self.snapshots.get(snapshot)) is None:
+            raise StateRefused(f"snapshot {snapshot} is not kept")
+        layer = self._layer(ids)
+        return (layer,) * len(range(self.layers)[first_layer : first_layer + count])
+
+    def import_state(
+        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...] = ()
+    ) -> SnapshotMade:
+        """Keep ids that were exported. Raises StateRefused for anything else."""
+        if snapshot in self.snapshots:
+            raise StateRefused(f"snapshot {snapshot} is kept already")
+        ids: tuple[int, ...] = ()
+        if state.layers and state.layers[0].arrays:
+            data = state.layers[0].arrays[0].data
+            ids = tuple(array("i", bytes(data))) if len(data) % 4 == 0 else ()
+        if state.first or len(ids) != state.length:
+            raise StateRefused(f"a state of {state.length} tokens has {len(ids)}")
+        if state.layers != (self._layer(ids),) * self.layers:
+            raise StateRefused("its layers are not those of this model")
+        self.snapshots[snapshot] = ids
+        self.made_with[snapshot] = adapters
+        return SnapshotMade(snapshot, len(ids), len(ids))
+
+    def _layer(self, ids: tuple[int, ...]) -> HostLayer:
+        data = HostArray("int32", (len(ids),), array("i", ids).tobytes())
+        axis = 0 if self.model.can_trim(len(ids)) else None
+        return HostLayer(_KIND, (), (data,), (axis,))

@@ -1,0 +1,181 @@
+"""Kept states leave and come back through the GPU actor and its worker, between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import trio
+
+from mlx_troupe.actors.gpu import GpuActor, GpuView
+from mlx_troupe.actors.mailbox import Mailbox
+from mlx_troupe.actors.messages import (
+    CacheMessage,
+    Export,
+    Exported,
+    GpuCommand,
+    HostingRefused,
+    Import,
+    Imported,
+    Launch,
+    Open,
+    Opened,
+    SchedulerMessage,
+    Settle,
+    Settled,
+    WorkerEvent,
+)
+from mlx_troupe.actors.reply import Reply
+from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
+from mlx_troupe.actors.worker import Conductor
+from mlx_troupe.runtime.device import (
+    Cold,
+    FromSnapshot,
+    KeepRow,
+    ModelInfo,
+    PrefillRow,
+    RowId,
+    SnapshotId,
+    SnapshotMade,
+    StartRow,
+    StepId,
+    StepPlan,
+)
+from mlx_troupe.runtime.errors import StateRefused, Unavailable
+from mlx_troupe.runtime.requests import Sampling
+from mlx_troupe.runtime.spill.state import HostLayer, HostState
+
+A, B = RowId(1), RowId(2)
+KEPT, BACK = SnapshotId(1), SnapshotId(2)
+IDS = (5, 6, 7, 8)
+
+
+def kept(step: int = 0) -> tuple[Launch, Launch]:
+    """Two steps: a row of four ids is prefilled, and its first three are kept."""
+    start = StartRow(A, IDS, Sampling(), Cold())
+    return (
+        Launch(StepPlan(StepId(step), start=(start,), prefill=(PrefillRow(A, 3),))),
+        Launch(StepPlan(StepId(step + 1), keep=(KeepRow(A, 3, KEPT),), decode=(A,))),
+    )
+
+
+@dataclass
+class Rig:
+    """A conductor and everything that it said."""
+
+    device: ScriptedDevice = field(default_factory=ScriptedDevice)
+    events: list[WorkerEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.conductor = Conductor(self.device, self.events.append)
+        for command in (Open(), *kept(), Settle()):
+            self.conductor.perform(command)
+        assert isinstance(self.events.pop(0), Opened)
+
+    def export(self, snapshot: SnapshotId, first: int, count: int) -> WorkerEvent:
+        """What the worker says to an export."""
+        self.conductor.perform(Export(snapshot, first, count, Reply()))
+        return self.events.pop()
+
+
+async def test_a_state_leaves_in_slices_and_comes_back() -> None:
+    """Two slices of a layer each are the whole; a row goes on from what was imported."""
+    rig = Rig()
+    layers: tuple[HostLayer, ...] = ()
+    for first in (0, 1):
+        event = rig.export(KEPT, first, 1)
+        assert isinstance(event, Exported)
+        layers += event.layers
+    end = rig.export(KEPT, 2, 1)
+    assert isinstance(end, Exported)
+    assert end.layers == ()
+    reply: Reply[SnapshotMade] = Reply()
+    rig.conductor.perform(Import(BACK, HostState(3, layers), reply))
+    event = rig.events.pop()
+    assert isinstance(event, Imported)
+    assert event.made == SnapshotMade(BACK, 3, 3)
+    assert event.stats.snapshots == 2
+    assert not reply.settled
+    start = StartRow(B, IDS, Sampling(), FromSnapshot(BACK, 3))
+    rig.conductor.perform(Launch(StepPlan(StepId(9), start=(start,), decode=(B,))))
+    rig.conductor.perform(Settle())
+    settled = rig.events.pop()
+    assert isinstance(settled, Settled)
+    assert [(s.row, s.token) for s in settled.done.sampled] == [(B, 9)]
+
+
+@pytest.mark.parametrize("window", [None, 0, 2])
+async def test_what_is_refused_breaks_nothing(window: int | None) -> None:
+    """Unknown ids, used ids and states of another kind are told apart from a broken device."""
+    rig = Rig(ScriptedDevice(ModelInfo("m", 100, 100, frozenset({0}), trim_window=window)))
+    event = rig.export(KEPT, 0, 9)
+    assert isinstance(event, Exported)
+    good = HostState(3, event.layers)
+    assert isinstance(rig.export(BACK, 0, 9), HostingRefused)
+    layer = replace(event.layers[0], kind="other")
+    for snapshot, state in (
+        (KEPT, good),
+        (BACK, HostState(3, event.layers[:1])),
+        (BACK, HostState(3, (layer, layer))),
+        (BACK, HostState(3, ())),
+    ):
+        rig.conductor.perform(Import(snapshot, state, Reply()))
+        refused = rig.events.pop()
+        assert isinstance(refused, HostingRefused)
+        assert isinstance(refused.error, StateRefused)
+    assert set(rig.device.snapshots) == {KEPT}
+    rig.conductor.perform(Import(BACK, good, Reply()))
+    assert isinstance(rig.events.pop(), Imported)
+
+
+@dataclass
+class Stage:
+    """A GPU actor over a scripted device, its neighbours' mailboxes at hand."""
+
+    gpu: Mailbox[GpuCommand] = field(default_factory=lambda: Mailbox(99))
+    view: GpuView = field(default_factory=GpuView)
+    device: ScriptedDevice = field(default_factory=ScriptedDevice)
+
+    def __post_init__(self) -> None:
+        self.actor = GpuActor(
+            self.gpu,
+            InlineWorker(self.device),
+            self.view,
+            scheduler=Mailbox[SchedulerMessage](99),
+            cache=Mailbox[CacheMessage](99),
+            step_timeout=60.0,
+            prefill_timeout=600.0,
+        )
+
+
+async def test_the_gpu_actor_answers_whoever_asked(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Layers, a kept state and a refusal come through replies; figures follow."""
+    stage = Stage()
+    nursery.start_soon(stage.actor.run)
+    for command in (*kept(), Settle()):
+        stage.gpu.post(command)
+    layers: Reply[tuple[HostLayer, ...]] = Reply()
+    stage.gpu.post(Export(KEPT, 0, 99, layers))
+    made: Reply[SnapshotMade] = Reply()
+    stage.gpu.post(Import(BACK, HostState(3, await layers.wait()), made, ("revision",)))
+    assert (await made.wait()).length == 3
+    assert stage.view.stats.snapshots == 2
+    assert stage.device.made_with[BACK] == ("revision",)
+    unknown: Reply[tuple[HostLayer, ...]] = Reply()
+    stage.gpu.post(Export(SnapshotId(77), 0, 1, unknown))
+    with pytest.raises(StateRefused):
+        await unknown.wait()
+
+
+async def test_nobody_waits_on_a_lost_device(autojump_clock: trio.testing.MockClock) -> None:
+    """Asks that wait in the mailbox or on the worker are failed when the actor is given up."""
+    stage = Stage()
+    replies: list[Reply[tuple[HostLayer, ...]]] = [Reply(), Reply()]
+    stage.actor._pass_on(Export(KEPT, 0, 1, replies[0]))
+    stage.gpu.post(Export(KEPT, 0, 1, replies[1]))
+    stage.actor.abandon("lost")
+    for reply in replies:
+        with pytest.raises(Unavailable, match="lost"):
+            await reply.wait()
