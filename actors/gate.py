@@ -37,7 +37,7 @@ class Bounds:
     @property
     def cache_spare(self) -> int:
         """Room that lookups and puts may not use: the end of every lease, of six incarnations of
-        the cache (its restart allowance), and what others tell it."""
+        the cache (its restart allowance), restores that end, and what others tell it."""
         return 6 * self.leases + 64
 
     @property

@@ -6,12 +6,16 @@ themselves stay on the device under their snapshot ids, which it tells the GPU t
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
+
+import trio
 
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
-from mlx_troupe.runtime.prefix.entries import namespace_of
+from mlx_troupe.runtime.prefix.entries import Hit, namespace_of
 from mlx_troupe.runtime.prefix.index import PrefixCore
+from mlx_troupe.runtime.spill.queue import Candidate
 
 from .gpu import GpuView
 from .mailbox import Mailbox
@@ -30,6 +34,8 @@ from .messages import (
     Release,
     SchedulerMessage,
 )
+from .spill_messages import Flush, Prefetch, Restored
+from .tier import SsdTier, Waiting
 
 
 class KVCacheActor:
@@ -39,6 +45,7 @@ class KVCacheActor:
         mailbox: a full one makes a lookup a miss and drops a put (its sender releases the state).
             Leases are returned through room that those two may not use.
         max_leases: states lent at once; beyond it a lookup is a miss, which bounds that room.
+        tier: the disk behind the memory tier, if there is one.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class KVCacheActor:
         gpu: Mailbox[GpuCommand],
         view: GpuView,
         max_leases: int,
+        tier: SsdTier | None = None,
     ) -> None:
         self.core = core
         self._max_leases = max_leases
@@ -57,18 +65,24 @@ class KVCacheActor:
         self._mailbox = mailbox
         self._scheduler = scheduler
         self._gpu = gpu
+        self._tier = tier
         self._model: ModelInfo | None = view.model
         self._in_hand: CacheMessage | None = None
+        # Whose restore has ended, and who have not been answered yet.
+        self._waiting: list[Waiting] = []
         # Every state that was put and not yet released, whatever a torn index may say of it.
         self._held: set[SnapshotId] = set()
 
     async def run(self) -> None:
         """Serve until cancelled."""
         while True:
-            message = await self._mailbox.receive()
-            self._in_hand = message
-            self._take(message)
-            self._in_hand = None
+            with trio.move_on_after(self._idle_in()) as quiet:
+                message = await self._mailbox.receive()
+                self._in_hand = message
+                self._take(message)
+                self._in_hand = None
+            if quiet.cancelled_caught:
+                self._demote()
 
     def abandon(self, reason: str) -> None:
         """Lookups in hand are misses; the states of the lost index are given back."""
@@ -79,12 +93,18 @@ class KVCacheActor:
                     self._scheduler.post(Found(row, None))
                 case Put(snapshot):
                     self._gpu.post(Release((snapshot,)))
+                case Restored(state=restored):
+                    if restored is not None:
+                        self._gpu.post(Release((restored.snapshot,)))
                 case Clear(reply):
                     reply.fail(Unavailable(reason))
-                case EndLease() | EndAllLeases() | DeviceReady() | DeviceLost():
+                case Flush(report):
+                    report.fail(Unavailable(reason))
+                case EndLease() | EndAllLeases() | Prefetch() | DeviceReady() | DeviceLost():
                     pass
                 case _:
                     assert_never(message)
+        self._answer_waiting()
         self._scheduler.post(CacheLost(tuple(self._held)))
 
     def _take(self, message: CacheMessage) -> None:
@@ -101,44 +121,135 @@ class KVCacheActor:
                 entries = len(self.core)
                 self._release(self.core.clear())
                 reply.set(entries)
+            case Prefetch():
+                self._prefetch(message)
+            case Restored():
+                self._restored(message)
+            case Flush():
+                self._flush(message)
             case DeviceReady(model):
                 self._model = model
             case DeviceLost():
                 self._model = None
                 self._held.clear()
                 self.core = PrefixCore(self._budget)
+                self._answer_waiting()
+                if self._tier is not None:
+                    self._tier.device_lost(message)
             case _:
                 assert_never(message)
 
     def _look_up(self, message: Lookup) -> None:
-        model = self._model
-        hit = None
-        if model is not None and self.core.leases < self._max_leases:
+        hit = self._find(message)
+        model, tier = self._model, self._tier
+        if model is not None and tier is not None:
             namespace = namespace_of(model.namespace, message.adapters)
-            hit = self.core.lookup(
-                message.ids,
-                namespace,
-                trim_window=model.trim_window,
-                trim_floor=model.trim_floor,
-            )
+            if tier.fetch(message, namespace, hit, model):
+                return
+        self._answer(message, hit)
+
+    def _find(self, message: Lookup) -> Hit | None:
+        """The longest usable prefix that memory has, leased."""
+        model = self._model
+        if model is None or self.core.leases >= self._max_leases:
+            return None
+        return self.core.lookup(
+            message.ids,
+            namespace_of(model.namespace, message.adapters),
+            trim_window=model.trim_window,
+            trim_floor=model.trim_floor,
+        )
+
+    def _answer(self, message: Lookup, hit: Hit | None) -> None:
+        if hit is not None and self._tier is not None:
+            self._tier.use(hit.snapshot, trio.current_time())
         self._scheduler.post(Found(message.row, hit))
 
     def _put(self, message: Put) -> None:
         model = self._model
         if model is None:
             return
-        self._held.add(message.snapshot)
-        result = self.core.put(
-            message.ids,
-            namespace_of(model.namespace, message.adapters),
+        candidate = Candidate(
             message.snapshot,
+            namespace_of(model.namespace, message.adapters),
+            message.ids,
             message.nbytes,
-            kind=message.kind,
+            message.kind,
+            model.can_trim(len(message.ids)),
+        )
+        self._keep(candidate, model)
+
+    def _keep(self, candidate: Candidate, model: ModelInfo) -> None:
+        self._held.add(candidate.snapshot)
+        result = self.core.put(
+            candidate.ids,
+            candidate.namespace,
+            candidate.snapshot,
+            candidate.nbytes,
+            kind=candidate.kind,
             trim_window=model.trim_window,
         )
+        if result.kept and self._tier is not None:
+            # Before others are let go: those that it covers need not be written any more.
+            self._tier.keep(candidate, trio.current_time())
         self._release(result.release)
 
     def _release(self, snapshots: tuple[SnapshotId, ...]) -> None:
-        if snapshots:
-            self._held.difference_update(snapshots)
+        if not snapshots:
+            return
+        self._held.difference_update(snapshots)
+        if self._tier is not None:
+            self._tier.let_go(snapshots)
+        else:
             self._gpu.post(Release(snapshots))
+
+    # ---- with a disk behind it -----------------------------------------------------------
+
+    def _prefetch(self, message: Prefetch) -> None:
+        model, tier = self._model, self._tier
+        if model is None or tier is None:
+            return
+        namespace = namespace_of(model.namespace, message.adapters)
+        have = self.core.peek(
+            message.ids, namespace, trim_window=model.trim_window, trim_floor=model.trim_floor
+        )
+        tier.prefetch(message.ids, namespace, have, model)
+
+    def _restored(self, message: Restored) -> None:
+        """A restored state is an entry like any other; those who waited ask once more."""
+        tier, model, state = self._tier, self._model, message.state
+        if state is not None and model is not None:
+            self._keep(state, model)
+        if tier is not None:
+            self._waiting = tier.restored(message.entry, state)
+        while self._waiting:
+            waiting = self._waiting[-1]
+            hit = waiting.hit
+            if state is not None:
+                better = self._find(waiting.lookup)
+                if better is not None and hit is not None:
+                    self._release(self.core.end_lease(hit.lease))
+                hit = better or hit
+            self._answer(waiting.lookup, hit)
+            self._waiting.pop()
+
+    def _flush(self, message: Flush) -> None:
+        if self._tier is None:
+            message.reply.fail(Unavailable("there is no SSD cache"))
+        else:
+            self._tier.flush(message.reply, message.until, trio.current_time())
+
+    def _idle_in(self) -> float:
+        return math.inf if self._tier is None else self._tier.idle_in(trio.current_time())
+
+    def _demote(self) -> None:
+        if self._tier is not None:
+            for snapshot in self._tier.idle(trio.current_time()):
+                self._release(self.core.drop(snapshot))
+
+    def _answer_waiting(self) -> None:
+        """Rows that wait for the disk get nothing: what they had is lost with the index."""
+        if self._tier is not None:
+            self._waiting += self._tier.lost()
+        while self._waiting:
+            self._scheduler.post(Found(self._waiting.pop().lookup.row, None))

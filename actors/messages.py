@@ -30,6 +30,7 @@ from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
 from mlx_troupe.runtime.spill.state import HostLayer, HostState
 
 from .reply import Reply
+from .spill_messages import Flush, FlushDisk, Forget, Prefetch, Restore, Restored, Save
 
 # ---- to the scheduler ----------------------------------------------------------------------
 
@@ -144,7 +145,23 @@ class Clear:
     reply: Reply[int]
 
 
-CacheMessage: TypeAlias = Lookup | Put | EndLease | EndAllLeases | Clear | DeviceReady | DeviceLost
+CacheMessage: TypeAlias = (
+    Lookup
+    | Put
+    | EndLease
+    | EndAllLeases
+    | Clear
+    | Prefetch
+    | Restored
+    | Flush
+    | DeviceReady
+    | DeviceLost
+)
+
+# ---- to the spill actor --------------------------------------------------------------------
+
+
+SpillMessage: TypeAlias = Save | Forget | Restore | FlushDisk | DeviceLost
 
 # ---- to the adapters -----------------------------------------------------------------------
 
@@ -329,26 +346,6 @@ class Unmounted:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
-    """The device raised: rows, states and steps under way are lost."""
-
-    error: Exception
-
-
-WorkerEvent: TypeAlias = (
-    Opened
-    | OpenFailed
-    | Settled
-    | Rested
-    | Mounted
-    | MountRefused
-    | Unmounted
-    | Exported
-    | Imported
-    | HostingRefused
-    | Broke
-)
-@dataclass(frozen=True, slots=True)
 class Exported:
     """Layers of a kept state."""
 
@@ -373,3 +370,23 @@ class HostingRefused:
     error: TroupeError
 
 
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """The device raised: rows, states and steps under way are lost."""
+
+    error: Exception
+
+
+WorkerEvent: TypeAlias = (
+    Opened
+    | OpenFailed
+    | Settled
+    | Rested
+    | Mounted
+    | MountRefused
+    | Unmounted
+    | Exported
+    | Imported
+    | HostingRefused
+    | Broke
+)

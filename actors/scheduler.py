@@ -14,7 +14,7 @@ from typing import assert_never
 import trio
 
 from mlx_troupe.runtime.device import RowId, SnapshotId, SnapshotMade, StepDone
-from mlx_troupe.runtime.errors import Overloaded, Unavailable
+from mlx_troupe.runtime.errors import Overloaded, RequestError, Unavailable
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.scheduling.effects import (
     Discard,
@@ -25,6 +25,7 @@ from mlx_troupe.runtime.scheduling.effects import (
     RowBroken,
     RowEnded,
     RowEvent,
+    RowSpec,
     Started,
     Store,
     TokenMade,
@@ -53,8 +54,14 @@ from .messages import (
     StepSettled,
     Submit,
 )
+from .reply import Bell
+from .spill_messages import Prefetch
 
 log = logging.getLogger(__name__)
+
+COPY_STEPS = 4
+"""Steps after which the state of a row that has ended is copied: two under way when it ends, one
+that was planned meanwhile, and its own."""
 
 
 class SchedulerActor:
@@ -65,6 +72,7 @@ class SchedulerActor:
             for step results and for cache answers, so it is never full.
         gate: a place is given back here, when its cancel has been taken.
         cache_spare: room in the cache's mailbox that only returned leases may use.
+        prefetches: the cache is told of requests that wait, since it may have to read for them.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class SchedulerActor:
         view: GpuView,
         gate: Gate,
         cache_spare: int,
+        prefetches: bool = False,
     ) -> None:
         self.core = core
         self._mailbox = mailbox
@@ -85,6 +94,8 @@ class SchedulerActor:
         self._view = view
         self._gate = gate
         self._cache_spare = cache_spare
+        self._prefetches = prefetches
+        self._moved = Bell()
         self._events: dict[RowId, trio.MemorySendChannel[RowEvent]] = {}
         self._settling = False
         self._in_hand: SchedulerMessage | None = None
@@ -102,6 +113,15 @@ class SchedulerActor:
             for message in self._mailbox.drain():
                 self._take(message)
             self._pump()
+            self._moved.ring()
+
+    async def copied(self) -> None:
+        """Wait until the cache was offered the states of all rows that have ended by now."""
+        before = self.core.stats().steps
+        while (now := self.core.stats()).steps < before + COPY_STEPS:
+            if not now.ending_rows and not self.core.in_flight:
+                return
+            await self._moved.wait()
 
     def abandon(self, reason: str) -> None:
         """Fail every row in hand and every submission not yet taken."""
@@ -172,6 +192,8 @@ class SchedulerActor:
         self._events[message.spec.row] = message.events
         message.reply.set(None)
         self._perform(result)
+        if self._prefetches:
+            self._prefetch(message.spec)
 
     def _pump(self) -> None:
         self._perform(self.core.reselect())
@@ -206,6 +228,12 @@ class SchedulerActor:
             self._cache.post(put, spare=self._cache_spare)
         except trio.WouldBlock:
             self._gpu.post(Release((put.snapshot,)))
+
+    def _prefetch(self, spec: RowSpec) -> None:
+        """Only a hint: which adapters the row will have is decided when it leaves the queue."""
+        with suppress(RequestError, trio.WouldBlock):
+            revisions = self.core.resolve(spec.adapters)
+            self._cache.post(Prefetch(spec.prompt, revisions), spare=self._cache_spare)
 
     def _look_up(self, lookup: Lookup) -> None:
         try:

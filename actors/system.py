@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .adapters import AdapterDesk
+from .desk import SpillDesk
+from .disk import Disk, folder_disk
 from .figures import figures
 from .gate import Bounds, Gate
 from .generation import Generation, Health
@@ -43,6 +45,7 @@ from .messages import CacheMessage, Clear, GpuCommand, SchedulerMessage
 from .reply import Bell, Reply
 from .request import RequestActor, TextTools
 from .scheduler import SchedulerActor
+from .spill_messages import FlushReport
 from .supervisor import Child, Supervisor
 from .worker import ThreadWorker, Worker
 
@@ -55,7 +58,13 @@ STOP_SECONDS = 10.0
 class Runtime:
     """A running company. Made by :func:`open_runtime` only."""
 
-    def __init__(self, settings: Settings, worker: Worker, nursery: trio.Nursery) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        worker: Worker,
+        nursery: trio.Nursery,
+        disk: Disk | None = None,
+    ) -> None:
         self.settings = settings
         self.started_at = time.time()
         self._nursery = nursery
@@ -78,6 +87,7 @@ class Runtime:
         self._gpu = Mailbox[GpuCommand](65_536)
         self.view = GpuView()
         self._adapters = AdapterDesk(settings.adapters, self.view)
+        self._ssd = SpillDesk(settings, disk, self.view, self._new_snapshot, self._cache)
         # Rebuilt by the supervisor; these two are read for figures before it has started.
         self.scheduler = self._build_scheduler()
         self.cache = self._build_cache()
@@ -87,6 +97,7 @@ class Runtime:
                 Child("scheduler", self._build_scheduler),
                 Child("kvcache", self._build_cache),
                 Child("adapters", lambda: self._adapters.build(self._gpu)),
+                *self._ssd.children(self._gpu),
             ),
             self.view.bell,
             self._fail_everyone,
@@ -111,7 +122,7 @@ class Runtime:
             batch=self.settings.batch,
             queue=self.settings.queue,
             cache=cache_bytes(self.settings) > 0,
-            new_snapshot=lambda: SnapshotId(next(self._snapshots)),
+            new_snapshot=self._new_snapshot,
             new_step=lambda: StepId(next(self._steps)),
             kv_limit=lambda model: budgets(self.settings, model).kv_bytes,
             resolve=self._adapters.table.resolve,
@@ -124,6 +135,7 @@ class Runtime:
             view=self.view,
             gate=self._gate,
             cache_spare=self._bounds.cache_spare,
+            prefetches=self._ssd.is_there,
         )
         return self.scheduler
 
@@ -135,8 +147,12 @@ class Runtime:
             gpu=self._gpu,
             view=self.view,
             max_leases=self._bounds.leases,
+            tier=self._ssd.tier(),
         )
         return self.cache
+
+    def _new_snapshot(self) -> SnapshotId:
+        return SnapshotId(next(self._snapshots))
 
     # ---- the front door ------------------------------------------------------------------
 
@@ -150,7 +166,7 @@ class Runtime:
         while True:
             if self.supervisor.failure is not None:
                 raise Unavailable(f"the engine has failed: {self.supervisor.failure}")
-            if self.view.model is not None and self._tools is not None:
+            if self.view.model is not None and self._tools is not None and self._ssd.is_ready:
                 return self.view.model
             await self.view.bell.wait()
 
@@ -221,6 +237,30 @@ class Runtime:
             raise Overloaded("the prefix cache is busy", retry_after=1.0) from None
         return await reply.wait()
 
+    async def flush_cache(self, seconds: float) -> FlushReport:
+        """Write every kept state that is not on the disk, for at most so many seconds.
+
+        Raises:
+            Overloaded: the cache has too much to do already.
+            Unavailable: there is no SSD cache, or it crashed before it could answer.
+        """
+        until = trio.current_time() + seconds
+        with trio.move_on_at(until):
+            await self.scheduler.copied()
+        return await self._ssd.flush(until, spare=self._bounds.cache_spare)
+
+    async def drain_to_disk(self, seconds: float) -> FlushReport | None:
+        """Stop admission, let what runs come to its end and make its state durable.
+
+        None: there is no SSD cache, or time ran out before anything could be said.
+        """
+        until = trio.current_time() + seconds
+        self.stop_admission()
+        with trio.move_on_at(until), suppress(Overloaded, Unavailable):
+            await self.drain(seconds)
+            return await self.flush_cache(until - trio.current_time())
+        return None
+
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The adapters that requests may name, in the order in which they were mounted."""
@@ -269,7 +309,7 @@ class Runtime:
 
     def stats(self) -> dict[str, object]:
         """Live figures for people and dashboards; plain JSON types."""
-        return figures(
+        told = figures(
             self.settings,
             self.view,
             self.supervisor,
@@ -279,6 +319,7 @@ class Runtime:
             active=len(self._active),
             started_at=self.started_at,
         )
+        return {**told, **self._ssd.figures()}
 
     def stop_admission(self) -> None:
         """Refuse new requests from now on; running ones go on."""
@@ -342,12 +383,13 @@ async def open_runtime(
     device: Device | None = None,
     tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
     worker: Worker | None = None,
+    disk: Disk | None = None,
 ) -> AsyncIterator[Runtime]:
     """Open a runtime for one model; leaving the block stops it.
 
     Loading goes on in the background: :meth:`Runtime.wait_ready` waits for it, and so does the
     first request. ``device``, ``tokenizer`` (or a function that loads one) and ``worker`` replace
-    the MLX ones, for tests.
+    the MLX ones, and ``disk`` the folder of the settings, for tests.
 
     Raises:
         ModelError and others, in a group, out of the block: what ended the company.
@@ -371,7 +413,7 @@ async def open_runtime(
         assert device is not None
         worker = ThreadWorker(device)
     async with trio.open_nursery() as nursery:
-        runtime = Runtime(settings, worker, nursery)
+        runtime = Runtime(settings, worker, nursery, disk or folder_disk(settings))
         nursery.start_soon(runtime.supervisor.run)
         nursery.start_soon(runtime.load_text, source.tokenizer or source.load)
         try:

@@ -40,6 +40,12 @@ class Settings:
         step_timeout: seconds without a step's result before the device counts as hung.
         prefill_timeout: the same for prefill and warm-up.
         read_timeout: seconds that a client may read nothing while text waits for it.
+        ssd_cache: a folder in which kept states outlive the process; None = none.
+        ssd_cache_max_bytes: most bytes of files in it; None = no limit.
+        ssd_cache_verify: compare every tensor that is read with its digest, not the headers alone.
+        ssd_demote_idle: seconds without use after which a state that is in the folder leaves
+            memory; 0 = never.
+        ssd_write_budget_bytes: most bytes that are written in any hour; None = no limit.
         adapters: LoRA folders to mount at start, under their own names. Requests that name no
             adapter get all of these, in this order.
     """
@@ -63,4 +69,9 @@ class Settings:
     step_timeout: float = 60.0
     prefill_timeout: float = 600.0
     read_timeout: float = 120.0
+    ssd_cache: Path | None = None
+    ssd_cache_max_bytes: int | None = None
+    ssd_cache_verify: bool = False
+    ssd_demote_idle: float = 300.0
+    ssd_write_budget_bytes: int | None = None
     adapters: tuple[Path, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import trio
 
+from mlx_troupe.actors.disk import Disk
 from mlx_troupe.actors.system import Generation, Runtime, open_runtime
 from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
 from mlx_troupe.runtime.requests import (
@@ -57,6 +58,7 @@ async def company(
     settings: Settings = SETTINGS,
     *,
     tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
+    disk: Disk | None = None,
     **changes: object,
 ) -> AsyncIterator[tuple[Runtime, ScriptedDevice]]:
     """A runtime on a scripted device."""
@@ -65,7 +67,7 @@ async def company(
     worker = InlineWorker(device)
     # Made here, since virtual time runs away while a thread loads it.
     tokenizer = tokenizer or WordTokenizer()
-    async with open_runtime(settings, tokenizer=tokenizer, worker=worker) as runtime:
+    async with open_runtime(settings, tokenizer=tokenizer, worker=worker, disk=disk) as runtime:
         await runtime.wait_ready()
         # In virtual time a deadlock comes to this deadline at once.
         with trio.fail_after(100_000):

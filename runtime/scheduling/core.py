@@ -76,6 +76,7 @@ class SchedulerCore:
         kv_limit: Callable[[ModelInfo], int | None] = lambda _: None,
     ) -> None:
         self.model: ModelInfo | None = None
+        self.resolve = resolve
         self._new_step = new_step
         self._kv_limit = kv_limit
         self._rows: dict[RowId, Row] = {}

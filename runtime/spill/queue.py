@@ -99,9 +99,12 @@ class SaveQueue:
         bound: bytes of states that may wait; a further one is refused.
         keep: bytes of states that may stay on the device only to be written, after the memory tier
             has let go of them. Beyond it such a state is given up.
+        counts: where to count on, after a queue that was lost.
     """
 
-    def __init__(self, bound: int, keep: int, budget: WriteBudget) -> None:
+    def __init__(
+        self, bound: int, keep: int, budget: WriteBudget, counts: Counter[str] | None = None
+    ) -> None:
         self._bound = bound
         self._keep = keep
         self.budget = budget
@@ -112,7 +115,7 @@ class SaveQueue:
         self._bytes = 0
         self._freed: list[SnapshotId] = []
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
         """States that are not written yet, the one in hand included."""

@@ -1,0 +1,158 @@
+"""The SSD tier as actors see it: an index that answers at once, and a folder that takes its time.
+
+A :class:`Disk` outlives the actor that works on it, so that a crash forgets nothing that is
+written. Anyone on trio's thread may ask its index; only the ``Spill`` actor calls what waits.
+:class:`FolderDisk` is the real one: its files are read and written on worker threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+
+from mlx_troupe.runtime.prefix.entries import Kind
+from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.spill.index import FileKey
+from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.state import HostState
+from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
+
+LANES = 2
+"""Files worked on at once: one that is read and one that is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A state of ``length`` tokens on the disk, the first ``useful`` of which are of use.
+
+    ``name`` tells it from all others of its folder.
+    """
+
+    name: str
+    useful: int
+    length: int = field(compare=False)
+    namespace: str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state that was read, of exactly ``ids``: at least the useful ones."""
+
+    state: HostState
+    ids: tuple[int, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Live figures; ``evictions`` and ``quarantined`` files are counted since the start."""
+
+    folder: str
+    entries: int = 0
+    bytes: int = 0
+    max_bytes: int | None = None
+    evictions: int = 0
+    quarantined: int = 0
+    longest_tokens: int = 0
+
+
+class Disk(Protocol):
+    """States in a folder."""
+
+    def find(self, ids: Sequence[int], namespace: str, trim_floor: int) -> OnDisk | None:
+        """The state that serves most of ``ids[:-1]``."""
+        ...
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether a state, or one that covers it, is on the disk."""
+        ...
+
+    def stats(self) -> DiskStats:
+        """Cheap."""
+        ...
+
+    async def open(self) -> None:
+        """Read what is in the folder. Raises SpillFault; may be called again."""
+        ...
+
+    async def save(self, candidate: Candidate, state: HostState) -> int:
+        """Write a state and say how many bytes that took. Raises SpillFault."""
+        ...
+
+    async def load(self, entry: OnDisk) -> Loaded:
+        """Read a state. Raises SpillFault."""
+        ...
+
+    async def reject(self, entry: OnDisk) -> None:
+        """The device does not take what was read: it is not found again. Raises SpillFault."""
+        ...
+
+
+def folder_disk(settings: Settings) -> FolderDisk | None:
+    """The folder that the settings name, not opened yet."""
+    if settings.ssd_cache is None:
+        return None
+    store = SpillStore(
+        settings.ssd_cache,
+        max_bytes=settings.ssd_cache_max_bytes,
+        verify=settings.ssd_cache_verify,
+    )
+    return FolderDisk(store)
+
+
+class FolderDisk:
+    """A :class:`SpillStore` whose slow calls run on worker threads."""
+
+    def __init__(self, store: SpillStore) -> None:
+        self._store = store
+        self._lanes = trio.CapacityLimiter(LANES)
+
+    def find(self, ids: Sequence[int], namespace: str, trim_floor: int) -> OnDisk | None:
+        """As :meth:`Disk.find`."""
+        hit = self._store.lookup(ids, namespace, trim_floor=trim_floor)
+        return None if hit is None else OnDisk(hit.key, hit.length, hit.state_length, namespace)
+
+    def holds(self, candidate: Candidate) -> bool:
+        """As :meth:`Disk.holds`."""
+        # A lookup leaves out the last id.
+        hit = self._store.lookup((*candidate.ids, 0), candidate.namespace)
+        return hit is not None and hit.length == len(candidate.ids)
+
+    def stats(self) -> DiskStats:
+        """As :meth:`Disk.stats`."""
+        stats = self._store.stats()
+        return DiskStats(
+            str(self._store.folder),
+            stats.entries,
+            stats.bytes,
+            stats.max_bytes,
+            stats.evictions,
+            stats.quarantined,
+            stats.longest_tokens,
+        )
+
+    async def open(self) -> None:
+        """As :meth:`Disk.open`."""
+        await trio.to_thread.run_sync(self._store.open, limiter=self._lanes)
+
+    async def save(self, candidate: Candidate, state: HostState) -> int:
+        """As :meth:`Disk.save`."""
+        entry = SpillEntry(candidate.namespace, candidate.ids, candidate.kind, candidate.cuttable)
+        return await trio.to_thread.run_sync(self._store.save, entry, state, limiter=self._lanes)
+
+    async def load(self, entry: OnDisk) -> Loaded:
+        """As :meth:`Disk.load`."""
+
+        def load() -> Loaded:
+            found = self._store.load(FileKey(entry.name), upto=entry.useful)
+            return Loaded(found.state, found.ids, found.kind)
+
+        return await trio.to_thread.run_sync(load, limiter=self._lanes)
+
+    async def reject(self, entry: OnDisk) -> None:
+        """As :meth:`Disk.reject`."""
+        key = FileKey(entry.name)
+        await trio.to_thread.run_sync(self._store.drop, key, limiter=self._lanes)

@@ -1,0 +1,103 @@
+"""A disk in memory, for tests on virtual time: slow, full or broken as they order it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import trio
+
+from mlx_troupe.runtime.spill.faults import Absent, SpillFault
+from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.state import HostState, nbytes
+
+from .disk import DiskStats, Loaded, OnDisk
+
+
+class ScriptedDisk:
+    """States by their ids, for as long as the object lives: several runtimes may share it.
+
+    Args:
+        save_seconds, load_seconds, open_seconds: what things cost in virtual time.
+
+    ``fault`` is raised by all that waits, as long as it is set; ``crash`` is raised once, by the
+    next save or load, as no disk would. ``log`` says what was begun, in order.
+    """
+
+    def __init__(
+        self, *, save_seconds: float = 0.0, load_seconds: float = 0.0, open_seconds: float = 0.0
+    ) -> None:
+        self.save_seconds = save_seconds
+        self.load_seconds = load_seconds
+        self.open_seconds = open_seconds
+        self.states: dict[str, tuple[Candidate, HostState]] = {}
+        self.fault: SpillFault | None = None
+        self.crash: Exception | None = None
+        self.log: list[str] = []
+        self.is_open = False
+        self._names = count(1)
+
+    def find(self, ids: Sequence[int], namespace: str, trim_floor: int) -> OnDisk | None:
+        """By looking at every state."""
+        best: OnDisk | None = None
+        for name, (kept, _) in self.states.items() if self.is_open else ():
+            shared = _shared(kept.ids, ids[:-1]) if kept.namespace == namespace else 0
+            whole = shared == len(kept.ids)
+            may_cut = kept.cuttable and not shared < trim_floor <= len(kept.ids)
+            if (whole or may_cut) and shared > (0 if best is None else best.useful):
+                best = OnDisk(name, shared, len(kept.ids), namespace)
+        return best
+
+    def holds(self, candidate: Candidate) -> bool:
+        """By looking at every state."""
+        return any(
+            kept.covers(candidate)
+            or (kept.namespace == candidate.namespace and kept.ids == candidate.ids)
+            for kept, _ in self.states.values()
+        )
+
+    def stats(self) -> DiskStats:
+        """Counts."""
+        size = sum(nbytes(state) for _, state in self.states.values())
+        longest = max((len(kept.ids) for kept, _ in self.states.values()), default=0)
+        return DiskStats("scripted", len(self.states), size, longest_tokens=longest)
+
+    async def open(self) -> None:
+        """Find what earlier runtimes left."""
+        await self._spend("open", self.open_seconds)
+        self.is_open = True
+
+    async def save(self, candidate: Candidate, state: HostState) -> int:
+        """Keep a state."""
+        await self._spend(f"save {len(candidate.ids)}", self.save_seconds)
+        self.states[f"{next(self._names)}"] = candidate, state
+        return nbytes(state)
+
+    async def load(self, entry: OnDisk) -> Loaded:
+        """Give a state back. One that was taken away meanwhile is a fault."""
+        await self._spend(f"load {entry.length}", self.load_seconds)
+        if entry.name not in self.states:
+            raise Absent(entry.name)
+        kept, state = self.states[entry.name]
+        return Loaded(state, kept.ids, kept.kind)
+
+    async def reject(self, entry: OnDisk) -> None:
+        """Forget a state."""
+        await self._spend(f"reject {entry.length}", 0.0)
+        self.states.pop(entry.name, None)
+
+    async def _spend(self, what: str, seconds: float) -> None:
+        self.log.append(what)
+        await trio.sleep(seconds)
+        crash, self.crash = self.crash, None
+        if crash is not None:
+            raise crash
+        if self.fault is not None:
+            raise self.fault
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))

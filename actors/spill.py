@@ -1,0 +1,335 @@
+"""The spill actor: kept states on their way to the disk, and on their way back.
+
+Its tasks run on trio's thread: one takes messages, one brings states back, one writes. Nobody who
+computes waits for any of them. A state leaves the device in slices between steps, and is written
+on a thread; a state that is asked for goes before those that only want to be safe. Whatever is
+wrong with the disk is counted and told once, and to everyone else it is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import assert_never
+
+import trio
+
+from mlx_troupe.runtime.device import SnapshotId, SnapshotMade
+from mlx_troupe.runtime.errors import StateRefused, Unavailable
+from mlx_troupe.runtime.prefix.entries import adapters_of
+from mlx_troupe.runtime.spill.faults import SpillFault
+from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
+from mlx_troupe.runtime.spill.state import HostLayer, HostState
+
+from .disk import Disk, OnDisk
+from .gpu import GpuView
+from .mailbox import Mailbox
+from .messages import CacheMessage, DeviceLost, Export, GpuCommand, Import, Release, SpillMessage
+from .reply import Bell, Reply
+from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Restored, Save
+
+log = logging.getLogger(__name__)
+
+QUEUE_BYTES = 2 << 30
+"""Bytes of states that may wait to be written; one more is dropped and counted."""
+SLICE_BYTES = 8 << 20
+"""How much of a state leaves the device at a time, in whole layers."""
+BUSY_EXPORT_RATE = 256 << 20
+"""Bytes a second that leave the device while rows run, so that copies cost steps a few per cent."""
+BUSY_REST = 4.0
+"""While rows run, the pause after a write, in units of its own time: on a machine without cores to
+spare, a writer that never rests would take its share from the steps."""
+OPEN_PATIENCE = 10.0
+"""Seconds that the first requests wait for the folder to be read; then they do without."""
+REOPEN_AFTER = 30.0
+"""Seconds until a folder that could not be opened is tried again."""
+
+
+class SpillActor:
+    """Writes states, brings them back, and says when all is safe.
+
+    Args:
+        mailbox: unbounded; what is in it is small, and each state is in it at most twice. The
+            bound is that of ``queue``, in bytes.
+        cache: has room for the answer of every restore that it asks for.
+        counts: of restores and faults; outlives the actor.
+        ready: called once it makes no sense to wait for the folder any longer.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[SpillMessage],
+        disk: Disk,
+        queue: SaveQueue,
+        *,
+        gpu: Mailbox[GpuCommand],
+        cache: Mailbox[CacheMessage],
+        view: GpuView,
+        new_snapshot: Callable[[], SnapshotId],
+        counts: Counter[str],
+        ready: Callable[[], None],
+    ) -> None:
+        self.queue = queue
+        self._mailbox = mailbox
+        self._disk = disk
+        self._gpu = gpu
+        self._cache = cache
+        self._view = view
+        self._new_snapshot = new_snapshot
+        self._counts = counts
+        self._ready = ready
+        self._restores: deque[OnDisk] = deque()
+        self._restoring: OnDisk | None = None
+        self._importing: SnapshotId | None = None
+        self._flushes: list[FlushDisk] = []
+        self._bell = Bell()
+        self._told: set[str] = set()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._listen, nursery)
+            nursery.start_soon(self._lose_patience)
+            await self._open()
+            nursery.start_soon(self._restore_all)
+            nursery.start_soon(self._save_all)
+
+    def abandon(self, reason: str) -> None:
+        """Saves are lost; whoever waits is answered, and states that only waited are let go."""
+        self._ready()
+        for message in self._mailbox.drain():
+            match message:
+                case Forget(snapshots):
+                    self.queue.let_go(snapshots)
+                case Restore(entry):
+                    self._restores.append(entry)
+                case FlushDisk():
+                    self._flushes.append(message)
+                case Save() | DeviceLost():
+                    pass
+                case _:
+                    assert_never(message)
+        if self._restoring is not None:
+            self._restores.append(self._restoring)
+        for entry in self._restores:
+            self._cache.post(Restored(entry, None))
+        for flush in self._flushes:
+            flush.reply.fail(Unavailable(reason))
+        made = () if self._importing is None else (self._importing,)
+        self._counts["dropped"] += len(self.queue)
+        left = (*self.queue.take_freed(), *self.queue.owned, *made)
+        if left:
+            self._gpu.post(Release(left))
+
+    # ---- what comes in -------------------------------------------------------------------
+
+    async def _listen(self, nursery: trio.Nursery) -> None:
+        while True:
+            message = await self._mailbox.receive()
+            match message:
+                case Save(candidate):
+                    if not self._disk.holds(candidate):
+                        self.queue.offer(candidate, trio.current_time())
+                case Forget(snapshots):
+                    self.queue.let_go(snapshots)
+                case Restore(entry):
+                    self._restores.append(entry)
+                case FlushDisk():
+                    self._flushes.append(message)
+                    nursery.start_soon(self._flush, message)
+                case DeviceLost():
+                    self.queue.lost()
+                case _:
+                    assert_never(message)
+            self._release()
+            self._bell.ring()
+
+    def _release(self) -> None:
+        """Tell the device of states that nobody needs any more."""
+        freed = self.queue.take_freed()
+        if freed:
+            self._gpu.post(Release(freed))
+
+    async def _open(self) -> None:
+        while True:
+            try:
+                await self._disk.open()
+            except SpillFault as fault:
+                self._tell(fault)
+            else:
+                self._ready()
+                return
+            self._ready()
+            await trio.sleep(REOPEN_AFTER)
+
+    async def _lose_patience(self) -> None:
+        await trio.sleep(OPEN_PATIENCE)
+        self._ready()
+
+    # ---- back from the disk --------------------------------------------------------------
+
+    async def _restore_all(self) -> None:
+        while True:
+            while not self._restores:
+                await self._bell.wait()
+            entry = self._restoring = self._restores.popleft()
+            began = trio.current_time()
+            answer = await self._restore(entry)
+            if answer.state is not None:
+                self._counts["restores"] += 1
+                self._counts["restore_us_last"] = round((trio.current_time() - began) * 1e6)
+            self._restoring = self._importing = None
+            self._cache.post(answer)
+            self._bell.ring()
+
+    async def _restore(self, entry: OnDisk) -> Restored:
+        nothing = Restored(entry, None)
+        try:
+            loaded = await self._disk.load(entry)
+        except SpillFault as fault:
+            self._tell(fault)
+            return nothing
+        model, load = self._view.model, self._view.loads
+        if model is None:
+            return nothing
+        self._importing = snapshot = self._new_snapshot()
+        reply: Reply[SnapshotMade] = Reply()
+        self._gpu.post(Import(snapshot, loaded.state, reply, adapters_of(entry.namespace)))
+        try:
+            made = await reply.wait()
+        except StateRefused as error:
+            self._counts["refused"] += 1
+            self._warn("refused", f"{entry.name} is no state of this model: {error.message}")
+            await self._reject(entry)
+            return nothing
+        except Unavailable:
+            return nothing
+        if self._view.model is None or self._view.loads != load:
+            return nothing
+        ids, cuttable = loaded.ids, model.can_trim(len(loaded.ids))
+        state = Candidate(snapshot, entry.namespace, ids, made.nbytes, loaded.kind, cuttable)
+        return Restored(entry, state)
+
+    async def _reject(self, entry: OnDisk) -> None:
+        try:
+            await self._disk.reject(entry)
+        except SpillFault as fault:
+            self._tell(fault)
+
+    # ---- to the disk ---------------------------------------------------------------------
+
+    async def _save_all(self) -> None:
+        while True:
+            candidate = self._next()
+            self._release()
+            if candidate is None:
+                await self._bell.wait()
+                continue
+            began = trio.current_time()
+            await self._save(candidate)
+            self._release()
+            self._bell.ring()
+            await self._rest(BUSY_REST * (trio.current_time() - began))
+
+    def _next(self) -> Candidate | None:
+        if self._restores or self._restoring is not None:
+            return None
+        return self.queue.take(trio.current_time())
+
+    async def _save(self, candidate: Candidate) -> None:
+        if self._disk.holds(candidate):
+            self.queue.needless()
+            return
+        try:
+            state = await self._export(candidate)
+        except (StateRefused, Unavailable) as error:
+            # It was released by somebody's crash, lost with its device, or has no form as bytes.
+            self._warn("export", f"a kept state cannot be exported: {error.message}")
+            self.queue.failed()
+            return
+        self.queue.exported()
+        self._release()
+        await self._after_restores()
+        try:
+            written = await self._disk.save(candidate, state)
+        except SpillFault as fault:
+            self._tell(fault)
+            self.queue.failed()
+            return
+        self._told.clear()
+        self.queue.written(written, trio.current_time())
+
+    async def _export(self, candidate: Candidate) -> HostState:
+        layers: list[HostLayer] = []
+        count = 1
+        while True:
+            await self._after_restores()
+            reply: Reply[tuple[HostLayer, ...]] = Reply()
+            self._gpu.post(Export(candidate.snapshot, len(layers), count, reply))
+            part = await reply.wait()
+            layers += part
+            if len(part) < count:
+                return HostState(len(candidate.ids), tuple(layers))
+            size = sum(len(array.data) for layer in part for array in layer.arrays)
+            await self._rest(size / BUSY_EXPORT_RATE)
+            count = max(1, SLICE_BYTES * count // max(size, 1))
+
+    async def _after_restores(self) -> None:
+        while self._restores or self._restoring is not None:
+            await self._bell.wait()
+
+    async def _rest(self, seconds: float) -> None:
+        """Leave the machine to the rows that run, unless somebody waits for the queue."""
+        until = trio.current_time() + seconds
+        while self._view.stats.rows and not self._flushes and trio.current_time() < until:
+            with trio.move_on_at(until):
+                await self._bell.wait()
+
+    # ---- all of it -----------------------------------------------------------------------
+
+    async def _flush(self, flush: FlushDisk) -> None:
+        began = trio.current_time()
+        with trio.move_on_at(flush.until):
+            while len(self.queue):
+                await self._bell.wait()
+        flush.reply.set(self._report(flush, trio.current_time() - began))
+        self._flushes.remove(flush)
+
+    def _report(self, flush: FlushDisk, seconds: float) -> FlushReport:
+        missing = sum(not self._disk.holds(candidate) for candidate in flush.candidates)
+        stats = self._disk.stats()
+        dropped = self._since_last("dropped", "over_budget", "postponed")
+        failed = self._since_last("failed")
+        return FlushReport(
+            durable=not (missing or len(self.queue) or dropped or failed),
+            flushed=len(flush.candidates) - missing,
+            missing=missing,
+            pending=len(self.queue),
+            pending_bytes=self.queue.bytes,
+            dropped=dropped,
+            failed=failed,
+            seconds=seconds,
+            entries=stats.entries,
+            longest_tokens=stats.longest_tokens,
+        )
+
+    def _since_last(self, *names: str) -> int:
+        """Counted under these names since the last report."""
+        now = sum(self._counts[name] for name in names)
+        key = f"reported_{names[0]}"
+        before, self._counts[key] = self._counts[key], now
+        return now - before
+
+    # ---- what is wrong -------------------------------------------------------------------
+
+    def _tell(self, fault: SpillFault) -> None:
+        kind = type(fault).__name__
+        self._counts["faults"] += 1
+        self._warn(kind, str(fault))
+
+    def _warn(self, kind: str, words: str) -> None:
+        """One line for each kind of fault, and again only after something was written."""
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("SSD cache: %s", words)
