@@ -24,6 +24,7 @@ WINDOWS: dict[str, int | None] = {
 
 namespaces = st.sampled_from(("plain", "other", "ring", "recurrent"))
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
+sessions = st.sampled_from((None, "one", "two"))
 kinds: st.SearchStrategy[Kind] = st.sampled_from(("prompt", "final", "partial"))
 
 
@@ -36,6 +37,10 @@ class Kept:
     snapshot: SnapshotId
     nbytes: int
     leases: int = 0
+    uses: int = 1
+    session: str | None = None
+    shared: bool = False
+    closed: bool = False
 
     @property
     def cuttable(self) -> bool:
@@ -62,21 +67,27 @@ class BruteForce:
     budget: int
     entries: list[Kept] = field(default_factory=list)
     detached: list[Kept] = field(default_factory=list)
+    closing: list[Kept] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
         return sum(kept.nbytes for kept in (*self.entries, *self.detached))
 
-    def lookup(self, ids: tuple[int, ...], namespace: str) -> tuple[Kept, int] | None:
+    def lookup(
+        self, ids: tuple[int, ...], namespace: str, session: str | None = None
+    ) -> tuple[Kept, int] | None:
         longest = max((kept.usable(ids, namespace) for kept in self.entries), default=0)
         if not longest:
             return None
         best = [kept for kept in self.entries if kept.usable(ids, namespace) == longest][-1]
         self.touch(best)
         best.leases += 1
+        best.uses = min(64, best.uses + 1)
+        best.shared |= session is None or session != best.session
         return best, longest
 
     def touch(self, kept: Kept) -> None:
+        kept.closed = False
         self.entries.remove(kept)
         self.entries.append(kept)
 
@@ -89,16 +100,51 @@ class BruteForce:
             self.touch(covers[-1])
             return False, {new.snapshot}
         stale = [k for k in self.entries if new.cuttable and new.extends(k)]
+        for old in same + stale:
+            new.uses = max(new.uses, old.uses)
+            new.shared |= old.shared or old.session not in (None, new.session)
         free = self.detach(same + stale)
         self.entries.append(new)
         return True, free | self.make_room(new)
 
     def make_room(self, newest: Kept | None = None) -> set[SnapshotId]:
         free: set[SnapshotId] = set()
-        for kept in tuple(self.entries):
-            if self.bytes > self.budget and not kept.leases and kept is not newest:
-                free |= self.detach([kept])
+        while self.bytes > self.budget and (victim := self.victim(newest)) is not None:
+            free |= self.detach([victim])
         return free
+
+    def victim(self, newest: Kept | None) -> Kept | None:
+        loose = [k for k in self.entries if not k.leases and k is not newest]
+        closed = [k for k in self.closing if k in loose and k.closed]
+        if closed:
+            return closed[0]
+        weighed = loose[: min(16, max(1, len(self.entries) // 2))]
+        if not weighed:
+            return None
+        least = min(self.worth(k) for k in weighed)
+        older: list[Kept] = []
+        for kept in weighed:
+            if self.worth(kept) == least:
+                break
+            older.append(kept)
+        for spared in older:
+            spared.uses = max(1, spared.uses // 2)
+        return kept
+
+    def worth(self, kept: Kept) -> float:
+        others = (k for k in self.entries if k is not kept)
+        served = max((k.usable((*kept.ids, -1), kept.namespace) for k in others), default=0)
+        uses = kept.uses * (2 if kept.session else 1)
+        return (len(kept.ids) - served) * uses / max(1, kept.nbytes)
+
+    def close(self, session: str) -> bool:
+        mine = [k for k in self.entries if k.session == session]
+        for kept in mine:
+            kept.session = None
+            if not kept.shared:
+                kept.closed = True
+                self.closing = [k for k in self.closing if k is not kept] + [kept]
+        return bool(mine)
 
     def detach(self, gone: list[Kept]) -> set[SnapshotId]:
         for kept in gone:
@@ -145,9 +191,16 @@ class PrefixMachine(RuleBasedStateMachine):
         nbytes=st.integers(0, 25),
         kind=kinds,
         again=st.booleans(),
+        session=sessions,
     )
     def put(
-        self, ids: tuple[int, ...], namespace: str, nbytes: int, kind: Kind, again: bool
+        self,
+        ids: tuple[int, ...],
+        namespace: str,
+        nbytes: int,
+        kind: Kind,
+        again: bool,
+        session: str | None,
     ) -> None:
         if again and self.model.entries:
             oldest = self.model.entries[0]
@@ -156,16 +209,30 @@ class PrefixMachine(RuleBasedStateMachine):
         self.next_snapshot += 1
         self.live.add(snapshot)
         got = self.core.put(
-            ids, namespace, snapshot, nbytes, kind=kind, trim_window=WINDOWS[namespace]
+            ids,
+            namespace,
+            snapshot,
+            nbytes,
+            kind=kind,
+            trim_window=WINDOWS[namespace],
+            session=session,
         )
-        kept, free = self.model.put(Kept(ids, namespace, snapshot, nbytes))
+        kept, free = self.model.put(Kept(ids, namespace, snapshot, nbytes, session=session))
         assert got.kept == kept
         self.check_released(got.release, free)
 
-    @rule(ids=prompts, namespace=namespaces, keep_lease=st.booleans())
-    def lookup(self, ids: tuple[int, ...], namespace: str, keep_lease: bool) -> None:
-        hit = self.core.lookup(ids, namespace, trim_window=WINDOWS[namespace])
-        found = self.model.lookup(ids, namespace)
+    @rule(session=sessions)
+    def close_session(self, session: str | None) -> None:
+        if session is not None:
+            assert self.core.close_session(session) == self.model.close(session)
+
+    @rule(ids=prompts, namespace=namespaces, keep_lease=st.booleans(), session=sessions)
+    def lookup(
+        self, ids: tuple[int, ...], namespace: str, keep_lease: bool, session: str | None
+    ) -> None:
+        window = WINDOWS[namespace]
+        hit = self.core.lookup(ids, namespace, trim_window=window, session=session)
+        found = self.model.lookup(ids, namespace, session)
         if found is None:
             assert hit is None
             self.misses += 1
@@ -433,3 +500,71 @@ def test_a_state_is_not_cut_below_the_floor() -> None:
     assert length(1, 2, 3, 9, 9, floor=0) == 3
     assert length(1, 2, 3, 9, 9, floor=7) == 3
     assert length(1, 2, 3, 4, 5, 6, 7) == 6
+
+
+def session_puts(core: PrefixCore, *puts: tuple[tuple[int, ...], str | None]) -> None:
+    for number, (ids, session) in enumerate(puts, 1):
+        core.put(
+            ids, "model", SnapshotId(number), 1, kind="final", trim_window=None, session=session
+        )
+
+
+def test_states_that_are_alike_go_in_order_of_use() -> None:
+    """Nothing told apart by length, size or use: the least recently used goes, each time."""
+    core = PrefixCore(20)
+    for number in range(1, 21):
+        keep(core, (number, 9, 9), number)
+    for number in range(21, 41):
+        assert keep(core, (number, 9, 9), number).release == (SnapshotId(number - 20),)
+
+
+def test_what_many_share_stays_longer_and_not_for_ever() -> None:
+    """A prompt that served eight others outlives idle ones that are newer, then fades."""
+    core = PrefixCore(8)
+    keep(core, (1, 2, 3), 1)
+    for _ in range(8):
+        assert lengths(core, (1, 2, 3, 4)) == (1, 3)
+    gone: list[int] = []
+    for number in range(2, 40):
+        gone += keep(core, (number, 9, 9), number).release
+    assert gone[0] != 1
+    assert 1 in gone[3:12]
+
+
+def test_what_is_cheap_to_make_again_goes_first() -> None:
+    """The tail behind a prefix that others hold too is worth less than a prompt of its own."""
+    core = PrefixCore(4)
+    keep(core, tuple(range(100, 150)), 1)
+    keep(core, (*range(50), 60), 2)
+    keep(core, (*range(50), 70), 3)
+    keep(core, (*range(50), 80), 4)
+    assert keep(core, (5, 5), 5).release == (SnapshotId(2),)
+
+
+def test_a_closed_session_goes_first_but_what_others_used_stays() -> None:
+    """Closing moves nothing but the order in which states go."""
+    core = PrefixCore(4)
+    session_puts(core, ((1, 1), None), ((2, 2), "a"), ((3, 3), "a"), ((4, 4), "b"))
+    assert lengths(core, (2, 2, 9)) == (2, 2)
+    assert core.close_session("a")
+    assert not core.close_session("a")
+    assert len(core) == 4
+    assert keep(core, (5, 5), 5).release == (SnapshotId(3),)
+    assert keep(core, (6, 6), 6).release == (SnapshotId(1),)
+
+
+def test_a_closed_session_that_is_asked_for_again_is_like_any_other() -> None:
+    """The id is a hint: a hit brings the state back into the order of use."""
+    core = PrefixCore(2)
+    session_puts(core, ((1, 1), "a"), ((2, 2), None))
+    core.close_session("a")
+    assert lengths(core, (1, 1, 9)) == (1, 2)
+    assert keep(core, (3, 3), 3).release == (SnapshotId(2),)
+
+
+def test_the_next_turn_of_an_open_session_is_expected() -> None:
+    """Of two states alike the one of no session goes, even if it is newer."""
+    core = PrefixCore(4)
+    session_puts(core, ((1, 1), "a"), ((2, 2), None), ((3, 3), None), ((4, 4), None))
+    assert core.stats().sessions == 1
+    assert keep(core, (5, 5), 5).release == (SnapshotId(2),)

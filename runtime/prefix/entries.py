@@ -42,6 +42,9 @@ class Entry:
         cuttable: the state can be cut to any shorter length.
         used: rising number of the last put or hit; larger is more recent.
         leases: how many leases hold it.
+        uses: how often it was of use; old uses fade (``worth.py``).
+        session: the client's name for the chat that it belongs to, a hint for eviction only.
+        shared: others than that session used it.
     """
 
     snapshot: SnapshotId
@@ -52,6 +55,9 @@ class Entry:
     cuttable: bool
     used: int = 0
     leases: int = 0
+    uses: int = 1
+    session: str | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class PrefixStats:
         hits, misses: lookups.
         puts: states kept; refused: states not kept.
         evictions: states given up for room.
+        evicted_tokens: of these, tokens that no other state can serve.
+        sessions: sessions that a state belongs to and that are not closed.
         tokens_reused: sum of the lengths of all hits.
     """
 
@@ -102,4 +110,6 @@ class PrefixStats:
     puts: int
     refused: int
     evictions: int
+    evicted_tokens: int
+    sessions: int
     tokens_reused: int

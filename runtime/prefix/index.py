@@ -15,6 +15,7 @@ from itertools import count
 from ..device import SnapshotId
 from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult
 from .tree import RadixTree
+from .worth import choose, inherit, note_use, num_weighed
 
 # Shared by all cores of the process: the end of a lease that was sent to a core before it was
 # restarted must not end somebody else's lease in the new one.
@@ -22,7 +23,7 @@ _lease_ids = count(1)
 
 
 class PrefixCore:
-    """Entries under a byte budget, the least recently used first to go.
+    """Entries under a byte budget; which ones go first is in ``worth.py``.
 
     ``trim_window`` is a property of the model, and so of the namespace: the longest state that can
     still be cut to a shorter prefix (None = any, 0 = none).
@@ -42,6 +43,7 @@ class PrefixCore:
         self._trees: dict[str, RadixTree] = {}
         self._by_use: OrderedDict[SnapshotId, Entry] = OrderedDict()
         self._detached: dict[SnapshotId, Entry] = {}
+        self._closed: dict[SnapshotId, Entry] = {}
         self._leases: dict[LeaseId, Entry] = {}
         self._clock = count(1)
         self._counts: Counter[str] = Counter()
@@ -67,6 +69,7 @@ class PrefixCore:
         *,
         trim_window: int | None,
         trim_floor: int = 0,
+        session: str | None = None,
     ) -> Hit | None:
         """The longest usable prefix of ``ids``, leased until :meth:`end_lease`.
 
@@ -83,6 +86,7 @@ class PrefixCore:
             return None
         entry, length = found
         self._touch(entry)
+        note_use(entry, session)
         self._counts["hits"] += 1
         self._counts["tokens_reused"] += length
         return Hit(entry.snapshot, length, self._lease(entry))
@@ -108,6 +112,7 @@ class PrefixCore:
         *,
         kind: Kind,
         trim_window: int | None,
+        session: str | None = None,
     ) -> PutResult:
         """Keep the state of exactly ``ids``; says what must be released in exchange.
 
@@ -130,8 +135,12 @@ class PrefixCore:
             self._touch(cover)
             return self._refuse(snapshot)
         entry = Entry(snapshot, namespace, len(ids), nbytes, kind, tree.can_cut(len(ids)))
-        extended = tree.prefixes(ids) if entry.cuttable else ()
-        release = self._detach(extended if same is None else (same, *extended))
+        entry.session = session
+        replaced = tree.prefixes(ids) if entry.cuttable else ()
+        if same is not None:
+            replaced = (same, *replaced)
+        inherit(entry, replaced)
+        release = self._detach(replaced)
         self._trees[namespace] = tree  # it is new, or what was detached had emptied it
         self._add(tree, ids, entry)
         return PutResult(True, release + self._make_room(keep=entry))
@@ -156,6 +165,15 @@ class PrefixCore:
         return tuple(
             snapshot for lease in tuple(self._leases) for snapshot in self.end_lease(lease)
         )
+
+    def close_session(self, session: str) -> bool:
+        """Nobody goes on with this chat: what only it used goes first. False if it is not known."""
+        entries = [entry for entry in self._by_use.values() if entry.session == session]
+        for entry in entries:
+            entry.session = None
+            if not entry.shared:
+                self._closed[entry.snapshot] = entry
+        return bool(entries)
 
     def clear(self) -> tuple[SnapshotId, ...]:
         """Forget all entries; leased states follow when their lease ends."""
@@ -186,6 +204,8 @@ class PrefixCore:
             puts=self._counts["puts"],
             refused=self._counts["refused"],
             evictions=self._counts["evictions"],
+            evicted_tokens=self._counts["evicted_tokens"],
+            sessions=len({entry.session for entry in self._by_use.values()} - {None}),
             tokens_reused=self._counts["tokens_reused"],
         )
 
@@ -228,6 +248,7 @@ class PrefixCore:
 
     def _touch(self, entry: Entry) -> None:
         entry.used = next(self._clock)
+        self._closed.pop(entry.snapshot, None)
         self._by_use.move_to_end(entry.snapshot)
         self._trees[entry.namespace].touch(entry)
 
@@ -238,17 +259,27 @@ class PrefixCore:
         return lease
 
     def _make_room(self, keep: Entry | None = None) -> tuple[SnapshotId, ...]:
-        """Evict by age until the budget holds; passes over leased entries and ``keep``."""
-        excess = self._bytes - self._budget
-        victims: list[Entry] = []
-        for entry in self._by_use.values():
-            if excess <= 0:
+        """Evict until the budget holds; passes over leased entries and ``keep``."""
+        release: tuple[SnapshotId, ...] = ()
+        while self._bytes > self._budget:
+            victim = self._next_victim(keep)
+            if victim is None:
                 break
-            if entry.leases == 0 and entry is not keep:
-                victims.append(entry)
-                excess -= entry.nbytes
-        self._counts["evictions"] += len(victims)
-        return self._detach(victims)
+            self._counts["evictions"] += 1
+            self._counts["evicted_tokens"] += self._lost_without(victim)
+            release += self._detach((victim,))
+        return release
+
+    def _next_victim(self, keep: Entry | None) -> Entry | None:
+        count = num_weighed(len(self._by_use))
+        for entries, weighed in ((self._closed, 1), (self._by_use, count)):
+            free = (e for e in entries.values() if e.leases == 0 and e is not keep)
+            if (victim := choose(free, weighed, self._lost_without)) is not None:
+                return victim
+        return None
+
+    def _lost_without(self, entry: Entry) -> int:
+        return self._trees[entry.namespace].lost_without(entry)
 
     def _detach(self, entries: Iterable[Entry]) -> tuple[SnapshotId, ...]:
         """Take entries out of the index; those that nobody leases are released at once."""
@@ -259,6 +290,7 @@ class PrefixCore:
             if not len(tree):
                 del self._trees[entry.namespace]
             del self._by_use[entry.snapshot]
+            self._closed.pop(entry.snapshot, None)
             self._detached[entry.snapshot] = entry
             if entry.leases == 0:
                 free.append(self._release(entry))
@@ -287,6 +319,7 @@ class PrefixCore:
         assert filed == len(self._by_use), "the trees and the order of use differ in number"
         ages = [entry.used for entry in self._by_use.values()]
         assert ages == sorted(set(ages)), "the order of use is not by use"
+        assert all(self._by_use.get(s) is e for s, e in self._closed.items()), "closed and gone"
         for snapshot, entry in self._by_use.items():
             assert entry.snapshot == snapshot, "an entry is filed under another snapshot"
             assert entry in self._trees[entry.namespace], "an entry is in no tree"

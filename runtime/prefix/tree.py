@@ -46,6 +46,14 @@ class _Node:
             found.append(self.entry)
         return max(found, key=lambda entry: entry.used, default=None)
 
+    def serves_without(self, entry: Entry) -> bool:
+        """Whether a cuttable entry other than this one is at or below."""
+        if self.latest is not entry:
+            return self.latest is not None
+        return any(child.latest not in (None, entry) for child in self.children.values()) or (
+            self.entry is not None and self.entry is not entry and self.entry.cuttable
+        )
+
 
 class RadixTree:
     """Entries of one namespace by their token ids; at most one entry for the same ids."""
@@ -99,6 +107,15 @@ class RadixTree:
         node, _, _ = self._descend(_pack(ids))
         way = (step for step in node.upward() if step.depth < len(ids))
         return tuple(step.entry for step in way if step.entry is not None)
+
+    def lost_without(self, entry: Entry) -> int:
+        """How many of the entry's tokens no other entry could serve."""
+        node = self._nodes[entry]
+        for step in node.upward():
+            own = step.entry is not None and step.entry is not entry
+            if own or step.serves_without(entry):
+                return node.depth - step.depth
+        return node.depth
 
     def insert(self, ids: Sequence[int], entry: Entry) -> None:
         """Add an entry whose ids are not in the tree yet; it must be the most recently used."""
