@@ -95,7 +95,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     monkeypatch.setattr(models, "fetch_model", stage.find)
     monkeypatch.setattr(system, "open_runtime", stage.open_runtime)
     monkeypatch.setattr(blocking, "open_blocking_runtime", stage.open_blocking)
-    return stage
+    # A shell makes its background jobs deaf to Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield stage
+    signal.signal(signal.SIGINT, before)
 
 
 def invoke(*args: str, stdin: str = "") -> Result:

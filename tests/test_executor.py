@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from device_rig import GREEDY, Driver
 from mlx_lm.generate import generate_step
 from tiny import FAMILIES, VOCAB, load_oracle, make_checkpoint, prompt
 
@@ -22,14 +22,12 @@ from mlx_troupe.runtime.device import (
     FromSnapshot,
     KeepRow,
     PrefillRow,
-    RowFailed,
     RowId,
     SnapshotId,
     SnapshotMade,
     SnapshotSkipped,
     Source,
     StartRow,
-    StepDone,
     StepId,
     StepPlan,
 )
@@ -42,7 +40,6 @@ from mlx_troupe.runtime.requests import Sampling
 pytestmark = pytest.mark.mlx
 
 TOKENS = 24
-GREEDY = Sampling()
 A, B, C, D = (RowId(i) for i in range(1, 5))
 KEPT = SnapshotId(1)
 
@@ -61,73 +58,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return checkpoint
 
 
-class Driver:
-    """Runs plans two deep, as the scheduler does, and collects what comes of them."""
-
-    def __init__(self, path: Path, dtype: Any = "float32") -> None:
-        self.device = MLXDevice(path, name="tiny", dtype=dtype)
-        self.info = self.device.open()
-        self.tokens: defaultdict[RowId, list[int]] = defaultdict(list)
-        self.failed: list[RowFailed] = []
-        self.kept: dict[SnapshotId, SnapshotMade | SnapshotSkipped] = {}
-        self._steps = 0
-        self._under_way = 0
-
-    def step(self, **parts: Any) -> None:
-        """Launch one step; settle the one before it."""
-        self._steps += 1
-        self.device.launch(StepPlan(StepId(self._steps), **parts))
-        self.device.push()
-        self._under_way += 1
-        if self._under_way == 2:
-            self.settle()
-
-    def settle(self) -> StepDone:
-        """Settle the oldest step."""
-        done = self.device.settle()
-        self._under_way -= 1
-        for sampled in done.sampled:
-            self.tokens[sampled.row].append(sampled.token)
-        self.failed += done.failed
-        self.kept |= {k.snapshot: k for k in done.kept}
-        return done
-
-    def drain(self) -> None:
-        """Settle everything."""
-        while self._under_way:
-            self.settle()
-
-    def start(
-        self,
-        row: RowId,
-        ids: Sequence[int],
-        source: Source | None = None,
-        sampling: Sampling = GREEDY,
-        **parts: Any,
-    ) -> None:
-        """Start a row and prefill what its source lacks."""
-        have = 0 if source is None or isinstance(source, Cold) else source.length
-        rest = len(ids) - 1 - have
-        self.step(
-            start=(StartRow(row, tuple(ids), sampling, source or Cold()),),
-            prefill=(PrefillRow(row, rest),) if rest else (),
-            **parts,
-        )
-
-    def decode(self, count: int, *rows: RowId, **first: Any) -> None:
-        """``count`` tokens for each of ``rows``, drained at the end."""
-        for i in range(count):
-            self.step(decode=rows, **(first if i == 0 else {}))
-        self.drain()
-
-
 @pytest.fixture
 def drive(checkpoints: Callable[..., Path]) -> Iterator[Callable[..., Driver]]:
     """Opens drivers and closes their devices."""
     opened: list[Driver] = []
 
     def start(family: str, dtype: str = "float32", **options: Any) -> Driver:
-        opened.append(Driver(checkpoints(family, **options), dtype))
+        opened.append(Driver(checkpoints(family, **options), dtype=dtype, ahead=True))
         return opened[-1]
 
     yield start
@@ -575,7 +512,7 @@ def test_memory_comes_back_when_rows_are_gone(family: str, drive: Callable[..., 
             driver.device.release((KEPT,))
             driver.step(decode=(A, B, C), keep=(KeepRow(B, 299, SnapshotId(9)),))
             driver.device.drop_rows()
-            driver._under_way = 0
+            driver.under_way = 0
         driver.device.release((KEPT,))
         mx.synchronize()
         driver.device.idle()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from device_rig import Driver, start_row
 from kv_rig import CONFIG, SCHEMES, checkpoint
 from mlx_lm.generate import generate_step
 from tiny import load_oracle, make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import (
-    Cold,
     FromRow,
     FromSnapshot,
     KeepRow,
@@ -27,11 +26,6 @@ from mlx_troupe.runtime.device import (
     SnapshotId,
     SnapshotMade,
     SnapshotSkipped,
-    Source,
-    StartRow,
-    StepDone,
-    StepId,
-    StepPlan,
 )
 from mlx_troupe.runtime.engine import kvplan
 from mlx_troupe.runtime.engine.executor import MLXDevice
@@ -39,7 +33,6 @@ from mlx_troupe.runtime.engine.kvplan import KVPlan
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, PerLayerKV, PlainKV, TurboKV
-from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
 
@@ -62,53 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return path
 
 
-class Driver:
-    """One device; a step at a time."""
-
-    def __init__(self, path: Path, kv: KVScheme, dtype: Any = "float32") -> None:
-        self.device = MLXDevice(path, name="tiny", dtype=dtype, kv=kv)
-        self.info = self.device.open()
-        self.tokens: defaultdict[RowId, list[int]] = defaultdict(list)
-        self._steps = 0
-
-    def step(self, **parts: Any) -> StepDone:
-        """Launch, push and settle one step; nobody may fail."""
-        self._steps += 1
-        self.device.launch(StepPlan(StepId(self._steps), **parts))
-        self.device.push()
-        done = self.device.settle()
-        for sampled in done.sampled:
-            self.tokens[sampled.row].append(sampled.token)
-        return done
-
-    def start(
-        self, row: RowId, ids: Sequence[int], source: Source | None = None, chunk: int = 2048
-    ) -> StepDone:
-        """Start a row and prefill what its source lacks."""
-        have = 0 if source is None or isinstance(source, Cold) else source.length
-        start = StartRow(row, tuple(ids), Sampling(), source or Cold())
-        done = self.step(start=(start,))
-        while have < len(ids) - 1 and not done.failed:
-            count = min(chunk, len(ids) - 1 - have)
-            done = self.step(prefill=(PrefillRow(row, count),))
-            have += count
-        return done
-
-    def decode(self, count: int, *rows: RowId, **first: Any) -> StepDone:
-        """``count`` tokens for each of ``rows``."""
-        for i in range(count):
-            done = self.step(decode=rows, **(first if i == 0 else {}))
-            assert not done.failed
-        return done
-
-
 @pytest.fixture
 def drive(folder: Callable[..., Path]) -> Iterator[Callable[..., Driver]]:
     """Opens drivers and closes their devices."""
     opened: list[Driver] = []
 
     def open_(kv: KVScheme, family: str = "plain", dtype: str = "float32", **config: Any) -> Driver:
-        opened.append(Driver(folder(family, **config), kv, dtype))
+        opened.append(Driver(folder(family, **config), kv=kv, dtype=dtype))
         return opened[-1]
 
     yield open_
@@ -213,7 +166,7 @@ def test_rows_prefilled_together_are_encoded_too(drive: Callable[..., Driver]) -
     for row, ids in prompts.items():
         alone.start(row, ids)
         alone.decode(8, row)
-    starts = tuple(StartRow(row, ids, Sampling(), Cold()) for row, ids in prompts.items())
+    starts = tuple(start_row(row, ids) for row, ids in prompts.items())
     chunks = tuple(PrefillRow(row, len(ids) - 1) for row, ids in prompts.items())
     together.step(start=starts, prefill=chunks)
     plain = 2 * 3 * 2 * 64 * 4
@@ -271,7 +224,7 @@ def test_below_its_threshold_nothing_goes_on_from_an_encoded_row(
     assert [type(kept) for kept in done.kept] == [SnapshotMade, SnapshotSkipped]
     assert "encoded" in done.kept[1].reason  # type: ignore[union-attr]
     for source in (FromSnapshot(KEPT, 15), FromRow(A, 15)):
-        (failed,) = driver.start(B, ids[:17], source).failed
+        (failed,) = driver.step(start=(start_row(B, ids[:17], source),)).failed
         assert "encoded" in failed.reason
     for row, source in ((B, FromSnapshot(KEPT, 20)), (C, FromRow(A, 20))):
         assert not driver.start(row, ids, source).failed
@@ -348,9 +301,9 @@ def test_states_of_two_schemes_are_never_exchanged(folder: Callable[..., Path]) 
         TurboKV(8, 4),
         PerLayerKV(),
     ]
-    names = [Driver(path, scheme).info.namespace for scheme in schemes]
+    names = [Driver(path, kv=scheme).info.namespace for scheme in schemes]
     (path / "kv_config.json").write_text('[{"layer_idx": 1, "bits": 8}]')
-    names.append(Driver(path, PerLayerKV()).info.namespace)
+    names.append(Driver(path, kv=PerLayerKV()).info.namespace)
     (path / "kv_config.json").write_text(CONFIG)
     assert len(set(names)) == len(names)
 
@@ -406,7 +359,7 @@ def test_no_file_is_plain_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptu
     """KV-03: the model runs as it is, and the log says why."""
     path = make_checkpoint(tmp_path / "m", "llama")
     with caplog.at_level(logging.WARNING):
-        info = Driver(path, PerLayerKV()).info
+        info = Driver(path, kv=PerLayerKV()).info
     assert [alike.form for alike in info.kv_layers] == ["plain float32"]
     assert "stays plain" in caplog.text
 
@@ -426,13 +379,13 @@ def test_small_groups_do_not_let_odd_heads_in(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "m", "llama", head_dim=96)
     (path / "kv_config.json").write_text('[{"layer_idx": 0, "bits": 8, "group_size": 32}]')
     with pytest.raises(ModelError, match="heads of 96 are not whole groups of 64"):
-        Driver(path, PerLayerKV())
+        Driver(path, kv=PerLayerKV())
 
 
 def test_sinks_go_with_turboquant(tmp_path: Path) -> None:
     """They take weight from the values and leave the rotation linear: batch and lone row agree."""
     path = make_checkpoint(tmp_path / "m", "gpt_oss", head_dim=64)
-    info = Driver(path, TurboKV()).info
+    info = Driver(path, kv=TurboKV()).info
     assert info.batchable
     assert KVLayers("full", "turbo k8v3", 2, 200) in info.kv_layers
 
@@ -443,7 +396,7 @@ def test_layers_of_a_model_that_shares_keys_and_values(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "m", "gemma4_text", **heads)
     file = path / "kv_config.json"
     file.write_text('[{"layer_idx": 2, "bits": 8}, {"layer_idx": 0, "bits": 4}]')
-    info = Driver(path, PerLayerKV()).info
+    info = Driver(path, kv=PerLayerKV()).info
     assert {(alike.kind, alike.form, alike.layers) for alike in info.kv_layers} == {
         ("sliding", "affine 4-bit, groups of 64", 1),
         ("sliding", "plain float32", 1),
@@ -451,13 +404,13 @@ def test_layers_of_a_model_that_shares_keys_and_values(tmp_path: Path) -> None:
     }
     file.write_text('[{"layer_idx": 4, "bits": 8}]')
     with pytest.raises(ModelError, match="layer 4"):
-        Driver(path, PerLayerKV())
+        Driver(path, kv=PerLayerKV())
 
 
 def test_the_recurrent_layers_of_a_hybrid_stay_as_they_are(tmp_path: Path) -> None:
     """Attention layers are encoded, the others named in the report, and rows still share steps."""
     path = make_checkpoint(tmp_path / "m", "lfm2", hidden_size=256, block_dim=256)
-    driver = Driver(path, AffineKV(8))
+    driver = Driver(path, kv=AffineKV(8))
     assert dataclasses.astuple(driver.info)  # plain values
     kinds = {(alike.kind, alike.form) for alike in driver.info.kv_layers}
     assert kinds == {("recurrent", "state"), ("full", "affine 8-bit, groups of 64")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import mlx.core as mx
 import pytest
 import trio
 from company import WordTokenizer, ask, run
+from device_rig import Driver, start_row
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache
 from tiny import load_oracle, make_checkpoint, prompt
 
 from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.runtime.device import (
-    Cold,
     FromRow,
     FromSnapshot,
     KeepRow,
@@ -26,15 +25,9 @@ from mlx_troupe.runtime.device import (
     SnapshotId,
     SnapshotMade,
     SnapshotSkipped,
-    Source,
-    StartRow,
-    StepDone,
-    StepId,
-    StepPlan,
 )
 from mlx_troupe.runtime.engine import drawing
-from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.requests import Finished, Sampling
+from mlx_troupe.runtime.requests import Finished
 from mlx_troupe.runtime.settings import Settings
 
 pytestmark = pytest.mark.mlx
@@ -46,44 +39,12 @@ SURE = 16
 """Ids compared with mlx-lm's; a near-tie of a batch may fall otherwise further on."""
 
 
-class Driver:
-    """One device; a step at a time, or two under way."""
+class HybridDriver(Driver):
+    """With mlx-lm's model beside the device."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.device = MLXDevice(path, name="tiny", dtype="float32")
-        self.info = self.device.open()
-        self.tokens: defaultdict[RowId, list[int]] = defaultdict(list)
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
         self._oracle = load_oracle(path)
-        self._steps = 0
-        self._under_way = 0
-
-    def launch(self, **parts: Any) -> None:
-        """Start a step and leave it under way."""
-        self._steps += 1
-        self.device.launch(StepPlan(StepId(self._steps), **parts))
-        self._under_way += 1
-
-    def settle(self) -> StepDone:
-        """The oldest step's result; its tokens are written down."""
-        done = self.device.settle()
-        self._under_way -= 1
-        for sampled in done.sampled:
-            self.tokens[sampled.row].append(sampled.token)
-        self.device.push()
-        return done
-
-    def step(self, **parts: Any) -> StepDone:
-        """Launch a step and settle it."""
-        self.launch(**parts)
-        self.device.push()
-        return self.settle()
-
-    def decode(self, count: int, *rows: RowId, **first: Any) -> StepDone:
-        """``count`` tokens for each of ``rows``."""
-        for i in range(count):
-            done = self.step(decode=rows, **(first if i == 0 else {}))
-        return done
 
     def solo(self, ids: Sequence[int], count: int = SURE) -> list[int]:
         """What mlx-lm alone goes on with."""
@@ -95,10 +56,6 @@ class Driver:
         said = self.tokens[row][:SURE]
         assert said
         assert said == self.solo(ids, len(said)), f"row {row}"
-
-
-def start(row: RowId, ids: Sequence[int], source: Source | None = None) -> StartRow:
-    return StartRow(row, tuple(ids), Sampling(temperature=0.0), source or Cold())
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +72,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def drive(folders: Callable[[str], Path]) -> Iterator[Callable[[str], Driver]]:
+def drive(folders: Callable[[str], Path]) -> Iterator[Callable[..., HybridDriver]]:
     """Opens drivers and closes their devices."""
-    opened: list[Driver] = []
+    opened: list[HybridDriver] = []
 
-    def open_(family: str) -> Driver:
-        opened.append(Driver(folders(family)))
+    def open_(family: str, **options: Any) -> HybridDriver:
+        opened.append(HybridDriver(folders(family), **options))
         return opened[-1]
 
     yield open_
@@ -130,7 +87,7 @@ def drive(folders: Callable[[str], Path]) -> Iterator[Callable[[str], Driver]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_lengths_chunked_prefill_and_a_cancel(
-    family: str, drive: Callable[[str], Driver]
+    family: str, drive: Callable[..., HybridDriver]
 ) -> None:
     """Rows come while others run, in chunks; one is dropped in its prefill; nobody notices."""
     driver = drive(family)
@@ -138,7 +95,7 @@ def test_mixed_lengths_chunked_prefill_and_a_cancel(
     assert driver.info.lone_reason == ""
     prompts = {A: prompt(9, 1), B: prompt(70, 2), C: prompt(33, 3), D: prompt(1, 4)}
     driver.step(
-        start=tuple(start(row, ids) for row, ids in prompts.items()),
+        start=tuple(start_row(row, ids) for row, ids in prompts.items()),
         prefill=(PrefillRow(A, 8), PrefillRow(B, 20), PrefillRow(C, 11)),
         decode=(D,),
     )
@@ -152,28 +109,26 @@ def test_mixed_lengths_chunked_prefill_and_a_cancel(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_that_ended_a_token_ago_is_kept_without_it(
-    family: str, drive: Callable[[str], Driver]
+    family: str, drive: Callable[..., HybridDriver]
 ) -> None:
     """Out of a batch with two steps under way; the next turn goes on from there, in company."""
-    driver = drive(family)
+    driver = drive(family, ahead=True)
     ids, other = prompt(12, 5), prompt(40, 6)
     driver.step(
-        start=(start(A, ids), start(B, other)),
+        start=(start_row(A, ids), start_row(B, other)),
         prefill=(PrefillRow(A, 11), PrefillRow(B, 39)),
     )
     driver.decode(5, A, B)
-    driver.launch(decode=(A, B))
-    driver.device.push()
+    driver.step(decode=(A, B))
     ended = [*ids, *driver.tokens[A]]
     have = len(ids) - 1 + 6
     assert have - 1 == len(ended) - 1
-    driver.launch(keep=(KeepRow(A, have - 1, KEPT),), end=(A,), decode=(B,))
-    driver.settle()
+    driver.step(keep=(KeepRow(A, have - 1, KEPT),), end=(A,), decode=(B,))
     (made,) = driver.settle().kept
     assert isinstance(made, SnapshotMade)
     turn = [*ended[: have - 1], *prompt(7, 8)]
     driver.step(
-        start=(start(C, turn, FromSnapshot(KEPT, have - 1)),),
+        start=(start_row(C, turn, FromSnapshot(KEPT, have - 1)),),
         prefill=(PrefillRow(C, len(turn) - have),),
         decode=(B,),
     )
@@ -184,20 +139,20 @@ def test_a_row_that_ended_a_token_ago_is_kept_without_it(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_fork_from_batched_ones_at_their_length(
-    family: str, drive: Callable[[str], Driver]
+    family: str, drive: Callable[..., HybridDriver]
 ) -> None:
     """A fork of a running row at exactly its length; one that would need a cut fails alone."""
     driver = drive(family)
     ids, other = prompt(14, 2), prompt(30, 3)
     driver.step(
-        start=(start(A, ids), start(B, other)),
+        start=(start_row(A, ids), start_row(B, other)),
         prefill=(PrefillRow(A, 13), PrefillRow(B, 29)),
     )
     driver.decode(4, A, B)
     have = [*ids, *driver.tokens[A]][: 13 + 4]
     fork = [*have, *prompt(3, 9)]
     done = driver.step(
-        start=(start(C, fork, FromRow(A, 17)), start(D, fork, FromRow(A, 12))),
+        start=(start_row(C, fork, FromRow(A, 17)), start_row(D, fork, FromRow(A, 12))),
         prefill=(PrefillRow(C, 2),),
         decode=(A, B),
     )
@@ -210,12 +165,12 @@ def test_rows_fork_from_batched_ones_at_their_length(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_whose_state_is_broken_fails_alone(
-    family: str, drive: Callable[[str], Driver]
+    family: str, drive: Callable[..., HybridDriver]
 ) -> None:
     """NaN in a recurrent state ends its row; neighbours and the slot's next user go on."""
     driver = drive(family)
     prompts = {A: prompt(12, 1), B: prompt(12, 2), C: prompt(12, 3), D: prompt(12, 4)}
-    driver.step(start=tuple(start(r, prompts[r]) for r in (A, B, C)))
+    driver.step(start=tuple(start_row(r, prompts[r]) for r in (A, B, C)))
     for row in (A, B, C):
         driver.step(prefill=(PrefillRow(row, 11),))
     caches = driver.device._rows[B].caches
@@ -226,20 +181,20 @@ def test_a_row_whose_state_is_broken_fails_alone(
     done = driver.step(decode=(A, B, C), keep=(KeepRow(B, 11, KEPT),))
     assert [(f.row, f.reason) for f in done.failed] == [(B, drawing.NOT_FINITE)]
     assert isinstance(done.kept[0], SnapshotSkipped)
-    driver.step(start=(start(D, prompts[D]),), prefill=(PrefillRow(D, 11),), decode=(A, C))
+    driver.step(start=(start_row(D, prompts[D]),), prefill=(PrefillRow(D, 11),), decode=(A, C))
     driver.decode(SURE, A, C, D)
     for row in (A, C, D):
         driver.assert_solo(row, prompts[row])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
-def test_states_leave_nothing_behind(family: str, drive: Callable[[str], Driver]) -> None:
+def test_states_leave_nothing_behind(family: str, drive: Callable[..., HybridDriver]) -> None:
     """When all rows are gone, so is their state, in bytes."""
     driver = drive(family)
     before = None
     for turn in range(3):
         rows = [RowId(10 * turn + n) for n in range(1, 5)]
-        driver.step(start=tuple(start(row, prompt(20 + row, row)) for row in rows))
+        driver.step(start=tuple(start_row(row, prompt(20 + row, row)) for row in rows))
         for row in rows:
             driver.step(prefill=(PrefillRow(row, 19 + row),))
         driver.decode(4, *rows, keep=(KeepRow(rows[0], 19 + rows[0], SnapshotId(turn)),))
