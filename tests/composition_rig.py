@@ -14,7 +14,7 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from company import settle, until
 from lora_rig import make_mlx_adapter
 from matrix import Case
 from tiny import EOS, VOCAB, make_checkpoint
 
-from mlx_troupe.actors.system import Generation, Runtime, open_runtime
+from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.device import (
     Cold,
@@ -75,10 +76,11 @@ TOLERANCE = 1e-3
 """Of logits and log-probabilities, where a row's keys and values are the single row's."""
 FLIP = 0.3
 """Of those of a row one of whose keys, off by its last bit, was put to another code."""
-FREE_TOKENS = 14
+FREE_TOKENS = 12
 GRAMMAR_TOKENS = 40
 START = 30
 LONG = 258
+HEAD = 33
 
 KV: dict[str, KVScheme] = {
     "plain": PLAIN_KV,
@@ -154,6 +156,7 @@ class Seen:
     sampled: list[Sampled] = field(default_factory=list)
     logits: dict[int, mx.array] = field(default_factory=dict)
     companions: list[int] = field(default_factory=list)
+    failed: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -165,7 +168,7 @@ class Watched(MLXDevice):
     """The MLX device; it remembers every row by its prompt."""
 
     def __init__(self, path: Path, kv: KVScheme) -> None:
-        super().__init__(path, name="tiny", dtype="float32", batch=12, kv=kv)
+        super().__init__(path, name="tiny", dtype="float32", batch=24, kv=kv)
         self.seen: dict[RowId, Seen] = {}
         self.samplers: dict[int, tuple[RowSampler, Seen]] = {}
         self.gate = threading.Event()
@@ -196,12 +199,13 @@ class Watched(MLXDevice):
         done = super().settle()
         for sampled in done.sampled:
             self.seen[sampled.row].sampled.append(sampled)
+        for failed in done.failed:
+            self.seen[failed.row].failed = failed.reason
         return done
 
     def by_prompt(self, ids: Sequence[int]) -> Seen:
-        """The row that started with this prompt."""
-        (found,) = (seen for seen in self.seen.values() if seen.start.ids == tuple(ids))
-        return found
+        """The last row that started with this prompt."""
+        return [seen for seen in self.seen.values() if seen.start.ids == tuple(ids)][-1]
 
     def _before(self, start: StartRow) -> list[int]:
         match start.source:
@@ -273,6 +277,11 @@ class Model:
     adapters: dict[str, Path]
 
 
+def _others(case: Case) -> tuple[str, ...]:
+    """Adapters that the case's row does not have."""
+    return ADAPTERS["two" if case["adapters"] == "one" else "one"]
+
+
 def make_model(folder: Path, family: str) -> Model:
     """A tiny checkpoint with heads of 64, two adapters and a ``kv_config.json``."""
     name, config = FAMILIES[family]
@@ -294,13 +303,20 @@ def _deeper_config(name: str) -> dict[str, Any]:
 
 
 class Company:
-    """Runs the cases of one model through the front door."""
+    """Runs the cases of one model through the front door.
 
-    def __init__(self, model: Model, kv: str, cases: Sequence[Case]) -> None:
+    ``replays``: with compiled decode steps and joint projections, as on a GPU.
+    """
+
+    def __init__(
+        self, model: Model, kv: str, cases: Sequence[Case], *, replays: bool = False
+    ) -> None:
         self.model = model
         self.kv = KV[kv]
-        self.settings = Settings(model.path, "tiny", dtype="float32", batch=12, kv=self.kv)
+        self.settings = Settings(model.path, "tiny", dtype="float32", batch=24, kv=self.kv)
         self.device = Watched(model.path, self.kv)
+        if replays:
+            self.device._options = replace(self.device._options, replay=True)
         self.cases = cases
         self.asked: list[Asked] = []
         self.problems: list[str] = []
@@ -316,6 +332,7 @@ class Company:
                 info = await runtime.wait_ready()
                 assert info.batchable, info.lone_reason
                 self.can_cut = info.can_trim(1000)
+                self.ahead = PIPELINE if info.launches_ahead else 1
                 for adapter, path in self.model.adapters.items():
                     await runtime.mount_adapter(adapter, path)
                 ready = [(case, await self._prepare(runtime, case)) for case in self.cases]
@@ -339,7 +356,7 @@ class Company:
         """The case's prompts, after whatever must have been said before."""
         match case["prefix"]:
             case "live row":
-                head = self.ids(33)
+                head = self.ids(HEAD)
                 return head + self.ids(5), head + self.ids(9)
             case "kept prompt":
                 head = self.ids(LONG if not self.can_cut else 40)
@@ -350,17 +367,26 @@ class Company:
                 said = await self._before(runtime, case, head, 12)
                 return (head + tuple(said) + self.ids(5),)
             case _:
-                return (self.ids(self._rng.choice((5, 19, 26))),)
+                ids = self.ids(self._rng.choice((5, 19, 26)))
+                # Kept, but of other adapters: nobody may start from it.
+                await self._before(runtime, case, ids, 2, _others(case))
+                return (ids,)
 
     async def _before(
-        self, runtime: Runtime, case: Case, ids: tuple[int, ...], count: int
+        self,
+        runtime: Runtime,
+        case: Case,
+        ids: tuple[int, ...],
+        count: int,
+        adapters: tuple[str, ...] | None = None,
     ) -> list[int]:
         request = self._request({**case, "grammar": "none", "logprobs": "off"}, ids)
         if not self.can_cut:
             # An end is found a step late, and a ring that has turned cannot go back a token.
             bias = ((EOS, -100.0), *request.sampling.logit_bias)
             request = replace(request, sampling=replace(request.sampling, logit_bias=bias))
-        request = replace(request, max_tokens=count)
+        adapters = request.adapters if adapters is None else adapters
+        request = replace(request, max_tokens=count, adapters=adapters)
         asked = Asked(case, request)
         await self._read(runtime, asked)
         assert isinstance(asked.end, Finished), asked.end
@@ -410,7 +436,7 @@ class Company:
             SamplingRequest(temperature=1.0, seed=11, repetition_penalty=1.1),
             max_tokens=3000,
             adapters=("a",),
-            grammar=RegexGrammar("(?s:.)*.{3000}"),
+            grammar=RegexGrammar("[ -~]{3000}"),
             logprobs=2,
         )
         async with runtime.generate(request) as generation:
@@ -421,16 +447,18 @@ class Company:
     async def _in_company(
         self, runtime: Runtime, case: Case, prompts: Sequence[tuple[int, ...]]
     ) -> None:
-        async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
-            match case["company"]:
-                case "others end":
-                    await stack.enter_async_context(self._neighbour(runtime, case, 4))
-                case "others cancelled":
-                    nursery.start_soon(self._cancelled, runtime, case)
-            if len(prompts) == 1:
-                await self._read(runtime, self._asked(case, prompts[0]))
-                return
-            async with self._held(runtime):
+        held = self._held(runtime) if len(prompts) > 1 else nullcontext()
+        async with trio.open_nursery() as nursery:
+            async with held:
+                match case["company"]:
+                    case "others end":
+                        other = Asked(case, self._neighbour(case, self.ids(12), 4))
+                        await nursery.start(self._read, runtime, other)
+                    case "others cancelled":
+                        # Of rows that share a head it is the first, whose state the others take.
+                        head = prompts[0][:HEAD] if len(prompts) > 1 else self.ids(12)
+                        leaving = self._neighbour(case, head + self.ids(7), 300)
+                        await nursery.start(self._cancelled, runtime, leaving)
                 for ids in prompts:
                     await nursery.start(self._read, runtime, self._asked(case, ids))
 
@@ -439,28 +467,31 @@ class Company:
         """Whatever is asked for in here begins in one and the same step."""
         async with self._holding:
             self.device.gate.clear()
-            wanted = PIPELINE if runtime.model.launches_ahead else 1
-            await until(lambda: runtime.scheduler.core.in_flight >= wanted)
-            yield
-            self.device.gate.set()
+            try:
+                await until(lambda: runtime.scheduler.core.in_flight >= self.ahead)
+                yield
+                # The prefix cache has answered, too.
+                await trio.testing.wait_all_tasks_blocked()
+            finally:
+                self.device.gate.set()
 
-    @asynccontextmanager
-    async def _neighbour(
-        self, runtime: Runtime, case: Case, count: int
-    ) -> AsyncIterator[tuple[Generation, GenerationRequest]]:
-        """A row of another kind, which ends by itself after ``count`` tokens."""
-        request = GenerationRequest(
-            TokenPrompt(self.ids(12)),
+    def _neighbour(self, case: Case, ids: tuple[int, ...], count: int) -> GenerationRequest:
+        """A row of another kind, for ``count`` tokens."""
+        same = case["prefix"] == "live row" and count > 4
+        return GenerationRequest(
+            TokenPrompt(ids),
             SamplingRequest(temperature=0.8, seed=11, top_k=30),
             max_tokens=count,
-            adapters=ADAPTERS["two" if case["adapters"] == "one" else "one"],
+            adapters=ADAPTERS[case["adapters"]] if same else _others(case),
+            grammar=None if count == 4 else RegexGrammar("[a-z ]{300}"),
             logprobs=3,
         )
-        async with runtime.generate(request) as generation:
-            yield generation, request
 
-    async def _cancelled(self, runtime: Runtime, case: Case) -> None:
-        async with self._neighbour(runtime, case, 300) as (_, request):
+    async def _cancelled(
+        self, runtime: Runtime, request: GenerationRequest, task_status: trio.TaskStatus[None]
+    ) -> None:
+        async with runtime.generate(request):
+            task_status.started()
             await self._tokens(request, 3)
 
     async def _tokens(self, request: GenerationRequest, count: int) -> None:
@@ -471,7 +502,7 @@ class Company:
         def has() -> bool:
             for seen in list(self.device.seen.values()):
                 if seen.start.ids == ids:
-                    return len(seen.sampled) >= count or EOS in seen.ids
+                    return len(seen.sampled) >= count or EOS in seen.ids or bool(seen.failed)
             return False
 
         await until(has)

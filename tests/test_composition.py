@@ -51,9 +51,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return cache(lambda family: make_model(tmp_path_factory.mktemp("matrix"), family))
 
 
-async def run_and_compare(model: Model, kv: str, cases: Sequence[Case]) -> Verdict:
+async def run_and_compare(
+    model: Model, kv: str, cases: Sequence[Case], *, replays: bool = False
+) -> Verdict:
     """The cases of one model, in company and alone."""
-    company = Company(model, kv, cases)
+    company = Company(model, kv, cases, replays=replays)
     await company.run()
     return compare(company)
 
@@ -66,6 +68,16 @@ async def test_each_row_says_what_it_says_alone(
     verdict = await run_and_compare(model(family), kv, CASES[kv, family])
     assert not verdict.problems, "\n".join(verdict.problems)
     assert verdict.rows >= len(CASES[kv, family])
+    assert verdict.flipped <= MOST_FLIPS
+
+
+@pytest.mark.parametrize(("kv", "family"), [("plain", "plain"), ("turbo k8v3", "shared KV")])
+async def test_replayed_steps_say_the_same(
+    kv: str, family: str, model: Callable[[str], Model]
+) -> None:
+    """As a GPU runs them; each row is compared with itself alone, where nothing is replayed."""
+    verdict = await run_and_compare(model(family), kv, CASES[kv, family], replays=True)
+    assert not verdict.problems, "\n".join(verdict.problems)
     assert verdict.flipped <= MOST_FLIPS
 
 
