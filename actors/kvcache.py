@@ -23,6 +23,7 @@ from .messages import (
     CacheLost,
     CacheMessage,
     Clear,
+    CloseSession,
     DeviceLost,
     DeviceReady,
     EndAllLeases,
@@ -98,6 +99,8 @@ class KVCacheActor:
                         self._gpu.post(Release((restored.snapshot,)))
                 case Clear(reply):
                     reply.fail(Unavailable(reason))
+                case CloseSession(reply=closed):
+                    closed.fail(Unavailable(reason))
                 case Flush(report):
                     report.fail(Unavailable(reason))
                 case EndLease() | EndAllLeases() | Prefetch() | DeviceReady() | DeviceLost():
@@ -121,6 +124,8 @@ class KVCacheActor:
                 entries = len(self.core)
                 self._release(self.core.clear())
                 reply.set(entries)
+            case CloseSession(session, closed):
+                closed.set(self.core.close_session(session))
             case Prefetch():
                 self._prefetch(message)
             case Restored():
@@ -158,6 +163,7 @@ class KVCacheActor:
             namespace_of(model.namespace, message.adapters),
             trim_window=model.trim_window,
             trim_floor=model.trim_floor,
+            session=message.session,
         )
 
     def _answer(self, message: Lookup, hit: Hit | None) -> None:
@@ -177,9 +183,9 @@ class KVCacheActor:
             message.kind,
             model.can_trim(len(message.ids)),
         )
-        self._keep(candidate, model)
+        self._keep(candidate, model, message.session)
 
-    def _keep(self, candidate: Candidate, model: ModelInfo) -> None:
+    def _keep(self, candidate: Candidate, model: ModelInfo, session: str | None = None) -> None:
         self._held.add(candidate.snapshot)
         result = self.core.put(
             candidate.ids,
@@ -188,6 +194,7 @@ class KVCacheActor:
             candidate.nbytes,
             kind=candidate.kind,
             trim_window=model.trim_window,
+            session=session,
         )
         if result.kept and self._tier is not None:
             # Before others are let go: those that it covers need not be written any more.

@@ -107,11 +107,13 @@ class Lookup:
     """Find the longest usable prefix for a row; answered with :class:`Found`.
 
     Only states that were computed with the same ``adapters`` (revisions, in order) are usable.
+    ``session`` is who asks, in the client's own words.
     """
 
     row: RowId
     ids: tuple[int, ...]
     adapters: tuple[str, ...] = ()
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,15 @@ class Put:
     nbytes: int
     kind: Kind
     adapters: tuple[str, ...] = ()
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """What only this session used may go first; the reply says whether anything was known of it."""
+
+    session: str
+    reply: Reply[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +162,7 @@ CacheMessage: TypeAlias = (
     | EndLease
     | EndAllLeases
     | Clear
+    | CloseSession
     | Prefetch
     | Restored
     | Flush

@@ -179,6 +179,7 @@ class RequestActor:
             adapters=self._request.adapters,
             matcher=matcher,
             logprobs=self._request.logprobs,
+            session=self._request.session,
         )
         # The buffer is the reservation: one Started, one event a token, one end.
         send, receive = trio.open_memory_channel[RowEvent](limit + 2)

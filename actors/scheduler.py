@@ -210,10 +210,10 @@ class SchedulerActor:
             match effect:
                 case Started() | TokenMade() | RowEnded() | RowBroken():
                     self._send(effect)
-                case LookUp(row, ids, adapters):
-                    self._look_up(Lookup(row, ids, adapters))
-                case Store(snapshot, ids, nbytes, kind, adapters):
-                    self._store(Put(snapshot, ids, nbytes, kind, adapters))
+                case LookUp(row, ids, adapters, session):
+                    self._look_up(Lookup(row, ids, adapters, session))
+                case Store(snapshot, ids, nbytes, kind, adapters, session):
+                    self._store(Put(snapshot, ids, nbytes, kind, adapters, session))
                 case ReturnLease(lease):
                     self._cache.post(EndLease(lease))
                 case Discard(snapshot):

@@ -41,7 +41,7 @@ from .grammars import GrammarTools
 from .kvcache import KVCacheActor
 from .loading import TokenizerSource
 from .mailbox import Mailbox
-from .messages import CacheMessage, Clear, GpuCommand, SchedulerMessage
+from .messages import CacheMessage, Clear, CloseSession, GpuCommand, SchedulerMessage
 from .reply import Bell, Reply
 from .request import RequestActor, TextTools
 from .scheduler import SchedulerActor
@@ -231,11 +231,23 @@ class Runtime:
             Unavailable: the cache crashed before it could answer.
         """
         reply: Reply[int] = Reply()
+        self._ask_cache(Clear(reply))
+        return await reply.wait()
+
+    async def close_session(self, session: str) -> bool:
+        """A chat is over: what only it used goes first. False when nothing was kept of it.
+
+        Raises Overloaded or Unavailable, as :meth:`clear_cache`.
+        """
+        reply: Reply[bool] = Reply()
+        self._ask_cache(CloseSession(session, reply))
+        return await reply.wait()
+
+    def _ask_cache(self, message: CacheMessage) -> None:
         try:
-            self._cache.post(Clear(reply), spare=self._bounds.cache_spare)
+            self._cache.post(message, spare=self._bounds.cache_spare)
         except trio.WouldBlock:
             raise Overloaded("the prefix cache is busy", retry_after=1.0) from None
-        return await reply.wait()
 
     async def flush_cache(self, seconds: float) -> FlushReport:
         """Write every kept state that is not on the disk, for at most so many seconds.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, assert_never, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from .connection import request_stack
 from .guards import check_json_headers
 from .sse import ChunkShape, EventStream, stream_response
 from .wire.parsing import parse_json
+from .wire.session import session_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,8 +110,11 @@ async def _read_call(
     body = cast("bytes", await request.get_data(cache=False))
     model = edge.runtime.model
     if len(body) <= OFF_LOOP_BYTES:
-        return parse(parse_json(body), model)
-    return await trio.to_thread.run_sync(lambda: parse(parse_json(body), model))
+        call = parse(parse_json(body), model)
+    else:
+        call = await trio.to_thread.run_sync(lambda: parse(parse_json(body), model))
+    session = call.request.session or session_in(request.headers.get)
+    return replace(call, request=replace(call.request, session=session))
 
 
 async def _stream(

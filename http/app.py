@@ -19,6 +19,7 @@ from .routes_chat import chat_routes
 from .routes_completions import completion_routes
 from .routes_models import model_routes
 from .routes_service import service_routes
+from .routes_sessions import session_routes
 from .seams import Edge, HttpSettings
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def create_app(runtime: RuntimeLike, settings: HttpSettings | None = None) -> Ed
     app.url_map.merge_slashes = False
     add_guards(app, edge)
     add_error_handlers(app)
-    for routes in (chat_routes, completion_routes, model_routes, adapter_routes, service_routes):
+    for routes in (
+        chat_routes,
+        completion_routes,
+        model_routes,
+        adapter_routes,
+        session_routes,
+        service_routes,
+    ):
         app.register_blueprint(routes(edge))
     return app

@@ -88,6 +88,10 @@ class RuntimeLike(Protocol):
         """How many modules it changed. Raises AdapterError, Overloaded or Unavailable."""
         ...
 
+    async def close_session(self, session: str) -> bool:
+        """Whether anything was kept of the session. Raises Overloaded or Unavailable."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[GenerationLike]:
         """Entering admits the request or raises a ``TroupeError``; leaving cancels the rest."""
         ...

@@ -118,6 +118,7 @@ class ScriptedRuntime:
         )
         self.model = model
         self.reported = ScriptedHealth()
+        self.sessions: set[str] = set()
         self.requests: list[GenerationRequest] = []
         self.generations: list[ScriptedGeneration] = []
         self.entered = 0
@@ -131,6 +132,12 @@ class ScriptedRuntime:
     def active(self) -> int:
         """Generations that were entered and not left."""
         return self.entered - self.left
+
+    async def close_session(self, session: str) -> bool:
+        """Whether it was among ``sessions``."""
+        known = session in self.sessions
+        self.sessions.discard(session)
+        return known
 
     def health(self) -> ScriptedHealth:
         """What the test set."""

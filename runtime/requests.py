@@ -139,6 +139,9 @@ class GenerationRequest:
     ``None`` the server's default. ``grammar`` is what the answer must be; reasoning before it is
     free. ``logprobs`` asks for each token's log-probability and that many alternatives' (at most
     ``device.MAX_LOGPROBS``); None for none at all.
+
+    ``session`` is the client's name for the chat that the request belongs to. It is a hint: it
+    decides which kept states go first, never which ones are used.
     """
 
     prompt: Prompt
@@ -149,6 +152,7 @@ class GenerationRequest:
     adapters: tuple[str, ...] | None = None
     grammar: Grammar | None = None
     logprobs: int | None = None
+    session: str | None = field(default=None, compare=False)
 
 
 class FinishReason(Enum):

@@ -24,6 +24,7 @@ from mlx_troupe.runtime.requests import GenerationRequest, HlgRequest, Prompt, S
 
 from .adapters import to_adapters
 from .parsing import INT64
+from .session import session_of
 from .structured import StructuredParams, to_grammar
 
 MAX_BIAS = 100.0
@@ -112,6 +113,7 @@ def to_call(
         adapters=to_adapters(params.adapter, params.adapters),
         grammar=to_grammar(params),
         logprobs=logprobs,
+        session=session_of(params.session_id, params.prompt_cache_key),
     )
     return Call(
         request=request,

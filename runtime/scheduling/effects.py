@@ -23,6 +23,7 @@ class RowSpec:
     order; None leaves them to the server. Which revisions they stand for is decided when the row
     leaves the queue. ``matcher`` restricts the text, and ends the row where nothing may follow.
     ``logprobs`` is how many alternatives' log-probabilities are wanted, None for no figures.
+    ``session`` is passed on to the prefix cache.
     """
 
     row: RowId
@@ -33,6 +34,7 @@ class RowSpec:
     adapters: tuple[str, ...] | None = None
     matcher: TokenMatcher | None = field(default=None, compare=False)
     logprobs: int | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class LookUp:
     row: RowId
     ids: tuple[int, ...]
     adapters: tuple[str, ...] = ()
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class Store:
     nbytes: int
     kind: Kind
     adapters: tuple[str, ...] = ()
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

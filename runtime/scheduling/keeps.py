@@ -54,7 +54,7 @@ class Keeps:
         """The row's question to the cache, marked with what the cache knows by now."""
         row.asked_at = self._num_offered
         row.asking += 1
-        return LookUp(row.id, row.spec.prompt, row.adapters)
+        return LookUp(row.id, row.spec.prompt, row.adapters, row.spec.session)
 
     def look_up(self, row: Row) -> tuple[LookUp, ...]:
         """The first question for a row that left the queue; without a cache it is ready at once."""
@@ -120,7 +120,14 @@ class Keeps:
                     return
                 self._num_offered += 1
                 self._offered.append(pending)
-                yield Store(snapshot, pending.ids, nbytes, pending.kind, pending.adapters)
+                yield Store(
+                    snapshot,
+                    pending.ids,
+                    nbytes,
+                    pending.kind,
+                    pending.adapters,
+                    pending.session,
+                )
             case SnapshotSkipped():
                 return
             case _:

@@ -42,6 +42,7 @@ class PendingKeep:
     ids: tuple[int, ...]
     kind: Kind
     adapters: tuple[str, ...] = ()
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,8 @@ class Planner:
                 continue
             if len(ids) >= KEEP_AT_LEAST:
                 snapshot = self._new_snapshot()
-                pending = PendingKeep(snapshot, ids, kind, row.adapters)
+                session = row.spec.session
+                pending = PendingKeep(snapshot, ids, kind, row.adapters, session)
                 kept.append((KeepRow(row.id, len(ids), snapshot), pending))
         return kept
 

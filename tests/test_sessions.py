@@ -1,0 +1,119 @@
+"""Sessions: who names them, what the name changes, and what closing one does."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from company import ask, company, run
+
+from mlx_troupe.actors.system import Runtime
+from mlx_troupe.http.app import create_app
+from mlx_troupe.http.testing import ScriptedRuntime
+from mlx_troupe.http.wire.session import LONGEST_NAME, session_of
+from mlx_troupe.runtime.requests import Finished, GenerationRequest
+
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+CARRIERS = (
+    ("session_id", None),
+    ("prompt_cache_key", None),
+    (None, "X-Session-Affinity"),
+    (None, "session_id"),
+)
+
+
+async def session_seen(body: dict[str, object], headers: dict[str, str]) -> str | None:
+    """The session of the request that the runtime is given."""
+    runtime = ScriptedRuntime()
+    client = create_app(runtime).test_client()
+    answer = await client.post(
+        "/v1/chat/completions", json={**BODY, **body}, headers={"Host": "127.0.0.1", **headers}
+    )
+    assert answer.status_code == 200, await answer.get_data()
+    (request,) = runtime.requests
+    return request.session
+
+
+@pytest.mark.parametrize("first", range(4))
+async def test_the_first_carrier_that_says_something_counts(first: int) -> None:
+    """Body ``session_id``, body ``prompt_cache_key``, ``X-Session-Affinity``, ``session_id``."""
+    body: dict[str, object] = {}
+    headers: dict[str, str] = {}
+    for place, (field, header) in enumerate(CARRIERS):
+        said = "" if place < first else f"carrier {place}"
+        if field:
+            body[field] = said
+        if header:
+            headers[header] = said
+    assert await session_seen(body, headers) == f"carrier {first}"
+
+
+async def test_without_a_carrier_there_is_no_session() -> None:
+    """Null and empty names are none."""
+    assert await session_seen({"session_id": None}, {}) is None
+    assert await session_seen({}, {"session_id": ""}) is None
+
+
+def test_very_long_names_are_told_apart_and_take_no_room() -> None:
+    """A digest stands for them."""
+    long = ["x" * 100_000 + end for end in "ab"]
+    names = {session_of(name) for name in long}
+    assert len(names) == 2
+    assert all(name is not None and len(name) <= LONGEST_NAME for name in names)
+
+
+async def test_closing_answers_whether_anything_was_kept() -> None:
+    """Known once, then not; a name is needed."""
+    runtime = ScriptedRuntime()
+    runtime.sessions.add("a")
+    client = create_app(runtime).test_client()
+    answers = []
+    for body in ({"session_id": "a"}, {"session_id": "a"}, {"session_id": ""}, {}):
+        answer = await client.post(
+            "/admin/cache/session/close", json=body, headers={"Host": "127.0.0.1"}
+        )
+        answers.append((answer.status_code, (await answer.get_json()).get("closed")))
+    assert answers == [(200, True), (200, False), (400, None), (400, None)]
+
+
+def chat(number: int, session: str | None = None) -> GenerationRequest:
+    """A prompt of forty ids of its own."""
+    return ask(*range(number * 100, number * 100 + 40), session=session)
+
+
+async def cached(runtime: Runtime, request: GenerationRequest) -> tuple[str, int]:
+    """The answer, and how much of the prompt needed no computing."""
+    text, end = await run(runtime, request)
+    assert isinstance(end, Finished)
+    return text, end.usage.cached_tokens
+
+
+@pytest.mark.parametrize("close", [True, False])
+async def test_a_closed_session_leaves_first_and_no_answer_changes(
+    close: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Without the close the oldest chat would go; every text is that of a cold run either way."""
+    async with company(prompt_cache_bytes=190) as (runtime, _):
+        for number, session in ((1, "a"), (2, "b"), (3, "c"), (4, None)):
+            await run(runtime, chat(number, session))
+        assert runtime.stats()["prompt_cache"]["sessions"] == 3  # type: ignore[index]
+        if close:
+            assert await runtime.close_session("b")
+            assert not await runtime.close_session("b")
+        await run(runtime, chat(5))
+        await runtime.scheduler.copied()
+        first, second = await cached(runtime, chat(1)), await cached(runtime, chat(2))
+        assert (first[1] > 0) is close
+        assert second[1] == (0 if close else 39)
+        assert (first[0], second[0]) == (" 140 141 142 143 144", " 240 241 242 243 244")
+
+
+async def test_any_session_uses_what_another_one_left(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The name decides nothing about which states serve whom."""
+    async with company(prompt_cache_bytes=10_000) as (runtime, _):
+        await run(runtime, chat(1, "a"))
+        assert (await cached(runtime, chat(1, "b")))[1] == 39
+        assert await runtime.close_session("a")
+        assert (await cached(runtime, chat(1)))[1] == 39
