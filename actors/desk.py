@@ -89,7 +89,10 @@ class SpillDesk:
             self._view.bell.ring()
 
     async def flush(self, until: float, *, spare: int) -> FlushReport:
-        """Ask for everything to be written by some time of trio's clock. Raises Overloaded or Unavailable."""
+        """Ask for everything to be written, by ``until`` of trio's clock.
+
+        Raises Overloaded or Unavailable.
+        """
         if self._disk is None:
             raise Unavailable("there is no SSD cache")
         reply: Reply[FlushReport] = Reply()
@@ -130,7 +133,7 @@ class SpillDesk:
             "bytes_written": counts["bytes_written"],
             "write_budget_bytes": self._budget.bytes_per_hour,
             "demotions": counts["demotions"],
-            "pending_snapshots": len(queue.owned),
+            "pending_snapshots": queue.on_device,
             "pending_spills": len(queue),
             "pending_spill_bytes": queue.bytes,
             "dropped_spills": counts["dropped"],

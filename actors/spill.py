@@ -307,6 +307,7 @@ class SpillActor:
             missing=missing,
             pending=len(self.queue),
             pending_bytes=self.queue.bytes,
+            on_device=self.queue.on_device,
             dropped=dropped,
             failed=failed,
             seconds=seconds,

@@ -39,7 +39,8 @@ class FlushReport:
     Attributes:
         durable: nothing waits, is missing, or was dropped or failed since the last report.
         flushed, missing: kept states that are on the disk, and that are not.
-        pending, pending_bytes: states that still wait to be written.
+        pending, pending_bytes: states that still wait to be written; on_device: those of them
+            that only the device has.
         dropped, failed: states that were given up since the last report.
         seconds: what it took.
         entries: states on the disk; longest_tokens: of the longest of them.
@@ -50,6 +51,7 @@ class FlushReport:
     missing: int
     pending: int
     pending_bytes: int
+    on_device: int
     dropped: int
     failed: int
     seconds: float

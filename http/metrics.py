@@ -34,10 +34,39 @@ GAUGES = (
     ("mlx_troupe_prompt_cache_bytes", "Bytes of kept prefixes", ("prompt_cache", "bytes")),
     ("mlx_troupe_prompt_cache_entries", "Kept prefixes", ("prompt_cache", "entries")),
     ("mlx_troupe_adapter_bytes", "Bytes of mounted adapters", ("adapters", "ram_bytes")),
+    ("mlx_troupe_ssd_cache_bytes", "Bytes of prefixes on disk", ("ssd_cache", "bytes")),
+    ("mlx_troupe_ssd_cache_entries", "Prefixes on disk", ("ssd_cache", "entries")),
+    (
+        "mlx_troupe_ssd_cache_pending_bytes",
+        "Bytes of prefixes that wait to be written",
+        ("ssd_cache", "pending_spill_bytes"),
+    ),
 )
 COUNTERS = (
     ("mlx_troupe_prompt_cache_hits", "Prefix lookups that hit", ("prompt_cache", "hits")),
     ("mlx_troupe_prompt_cache_misses", "Prefix lookups that missed", ("prompt_cache", "misses")),
+    ("mlx_troupe_ssd_cache_restores", "Prefixes read from disk", ("ssd_cache", "restores")),
+    ("mlx_troupe_ssd_cache_spills", "Prefixes written to disk", ("ssd_cache", "spills")),
+    (
+        "mlx_troupe_ssd_cache_written_bytes",
+        "Bytes written to disk",
+        ("ssd_cache", "bytes_written"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_demotions",
+        "Idle prefixes that left memory for the disk",
+        ("ssd_cache", "demotions"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_dropped_spills",
+        "Prefixes that were not written for want of room in the queue",
+        ("ssd_cache", "dropped_spills"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_faults",
+        "Reads and writes of prefixes that went wrong",
+        ("ssd_cache", "faults"),
+    ),
 )
 
 

@@ -36,7 +36,7 @@ def service_routes(edge: Edge) -> Blueprint:
                     "/v1/completions",
                     "/v1/models",
                     "/v1/adapters",
-                    "/admin/cache/session/close",
+                    "/admin/cache/flush",
                     "/health",
                     "/stats",
                     "/metrics",

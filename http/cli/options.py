@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import click
 
@@ -24,6 +24,17 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 GIB = 1 << 30
 GB = 10**9
+DEMOTE_IDLE = 300.0
+
+
+class SsdFields(TypedDict):
+    """Fields of :class:`~mlx_troupe.runtime.settings.Settings` for the SSD tier."""
+
+    ssd_cache: Path | None
+    ssd_cache_max_bytes: int | None
+    ssd_cache_verify: bool
+    ssd_demote_idle: float
+    ssd_write_budget_bytes: int | None
 
 
 class Number(click.FloatRange):
@@ -167,6 +178,74 @@ def paged_options(command: Command) -> Command:
         help="Keep keys and values of requests that are computed together in blocks of one pool, "
         "so that each takes what it fills. Prompts are not kept then.",
     )(command)
+
+
+def ssd_options(command: Command) -> Command:
+    """The ``--ssd-`` options; see :func:`ssd_settings`."""
+    for option in (
+        click.option(
+            "--ssd-write-budget",
+            metavar="GB",
+            type=Number(min=0, min_open=True),
+            help="Most that is written to --ssd-cache in any hour, in GB. Once half of it is "
+            "spent, only prompts that come a second time are written. Unset: no limit.",
+        ),
+        click.option(
+            "--ssd-demote-idle",
+            metavar="SECONDS",
+            type=Number(min=0),
+            help=f"Time without use after which a prompt that is on disk leaves memory; 0 = "
+            f"never. Unset: {DEMOTE_IDLE:g}.",
+        ),
+        click.option(
+            "--ssd-cache-verify",
+            is_flag=True,
+            help="Compare all that is read from --ssd-cache with its digest; slower. Headers are "
+            "always compared.",
+        ),
+        click.option(
+            "--ssd-cache-max",
+            metavar="GB",
+            type=Number(min=0, min_open=True),
+            help="Most that --ssd-cache may hold, in GB (10⁹ bytes); the oldest goes first. Unset: "
+            "no limit.",
+        ),
+        click.option(
+            "--ssd-cache",
+            metavar="DIR",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Keep prompts in a folder too, where they outlive the server and memory.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def ssd_settings(flags: Mapping[str, Any]) -> SsdFields:
+    """The fields of Settings that the flags of :func:`ssd_options` ask for.
+
+    ``kv``, ``paged_kv`` and ``prompt_cache`` are read too: the disk holds what memory held before.
+    """
+    folder: Path | None = flags["ssd_cache"]
+    demote: float | None = flags["ssd_demote_idle"]
+    if folder is None:
+        for name in ("ssd_cache_max", "ssd_cache_verify", "ssd_demote_idle", "ssd_write_budget"):
+            if flags[name] is not None and flags[name] is not False:
+                option = "--" + name.replace("_", "-")
+                raise click.UsageError(f"{option} says nothing without --ssd-cache.")
+    elif flags["paged_kv"]:
+        raise click.UsageError(
+            "--ssd-cache and --paged-kv exclude each other: no prompts are kept."
+        )
+    elif not flags["prompt_cache"]:
+        raise click.UsageError("--ssd-cache needs a prompt cache: --prompt-cache is 0.")
+    return SsdFields(
+        ssd_cache=folder,
+        ssd_cache_max_bytes=decimal_bytes(flags["ssd_cache_max"]),
+        ssd_cache_verify=flags["ssd_cache_verify"],
+        ssd_demote_idle=DEMOTE_IDLE if demote is None else demote,
+        ssd_write_budget_bytes=decimal_bytes(flags["ssd_write_budget"]),
+    )
 
 
 def kv_scheme(flags: Mapping[str, Any]) -> KVScheme:

@@ -34,6 +34,8 @@ from .options import (
     offline_option,
     paged_options,
     sampling_options,
+    ssd_options,
+    ssd_settings,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
     import trio
 
+    from ...actors.spill_messages import FlushReport
     from ...runtime.device import ModelInfo
     from ..seams import HttpSettings
     from ..server import Stop
@@ -56,6 +59,9 @@ Ctrl-C lets running answers end; a second Ctrl-C stops at once.
 """
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK = ("127.", "localhost", "::1")
+SAVE_SECONDS = 90.0
+"""How long a stop may take to write kept prompts: with the 30 s that running answers have it comes
+to two minutes."""
 
 
 @click.command(epilog=EPILOG, short_help="Serve a model to many clients (OpenAI API).")
@@ -111,6 +117,7 @@ LOOPBACK = ("127.", "localhost", "::1")
     show_default="8, at most a quarter of memory",
     help="Memory for kept prompts, in GiB; 0 turns the prompt cache off.",
 )
+@ssd_options
 @click.option(
     "--kv-budget",
     metavar="GB",
@@ -169,6 +176,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     kv = kv_scheme(flags)
+    ssd = ssd_settings(flags)
     check_address(host, port)
     check_adapters(flags["adapters"])
     found = find_model(model, offline=flags["offline"])
@@ -193,6 +201,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         ),
         hlg_sampling=flags["hlg_sampling"],
         adapters=flags["adapters"],
+        **ssd,
     )
     trio.run(run_server, settings, host, port, flags)
 
@@ -235,6 +244,8 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
 
             async def serve_to_the_end(task_status: trio.TaskStatus[list[str]]) -> None:
                 await serve(create_app(runtime, http), stop=stop, task_status=task_status)
+                if not stop.now.is_set():
+                    tell_of_flush(await runtime.drain_to_disk(SAVE_SECONDS))
                 nursery.cancel_scope.cancel()
 
             urls = await nursery.start(serve_to_the_end)
@@ -253,6 +264,7 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         f"context  {window}; requests: {rows}",
         *(f"kv       {line}" for line in _kept(model)),
         *([f"cache    off: {why}"] if (why := why_no_cache(settings)) else []),
+        *([f"ssd      {settings.ssd_cache}"] if settings.ssd_cache else []),
         *([f"limits   {limits}"] if (limits := in_words(settings, model)) else []),
     ]
     if settings.adapters:
@@ -269,6 +281,13 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         "Ctrl-C stops.",
     ]
     return "\n".join(lines)
+
+
+def tell_of_flush(report: FlushReport | None) -> None:
+    """Say, at a stop, which prompts are lost; nothing when none are."""
+    if report is not None and not report.durable:
+        lost = max(report.missing, report.pending)
+        click.echo(f"SSD cache: {lost} kept prompts were not written.", err=True)
 
 
 def _kept(model: ModelInfo) -> Iterator[str]:

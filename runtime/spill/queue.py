@@ -127,6 +127,11 @@ class SaveQueue:
         return self._bytes
 
     @property
+    def on_device(self) -> int:
+        """How many of them have not left the device yet."""
+        return len(self._waiting) + bool(self._in_hand and self._in_hand.on_device)
+
+    @property
     def owned(self) -> tuple[SnapshotId, ...]:
         """States that stay on the device for the queue alone."""
         return tuple(self._owned)

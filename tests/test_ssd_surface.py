@@ -1,0 +1,161 @@
+"""The SSD tier as an operator meets it: flags, the flush route, figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from click.testing import CliRunner
+from company import ask, company, run
+
+from mlx_troupe.actors.scripted_disk import ScriptedDisk
+from mlx_troupe.actors.spill_messages import FlushReport
+from mlx_troupe.http.app import create_app
+from mlx_troupe.http.cli.main import cli
+from mlx_troupe.http.cli.options import ssd_settings
+from mlx_troupe.http.cli.serve import tell_of_flush
+from mlx_troupe.http.testing import ScriptedRuntime
+from mlx_troupe.runtime.spill.faults import DiskFull
+
+FLUSH = "/admin/cache/flush"
+
+
+def flags(**changes: Any) -> dict[str, Any]:
+    """What click hands over, with some flags given."""
+    return {
+        "ssd_cache": None,
+        "ssd_cache_max": None,
+        "ssd_cache_verify": False,
+        "ssd_demote_idle": None,
+        "ssd_write_budget": None,
+        "paged_kv": False,
+        "prompt_cache": 8.0,
+    } | changes
+
+
+def test_the_flags_make_settings() -> None:
+    """Sizes are in 10⁹ bytes; idle prompts leave memory after five minutes unless said."""
+    folder = Path("/somewhere")
+    assert ssd_settings(flags())["ssd_cache"] is None
+    given = ssd_settings(flags(ssd_cache=folder, ssd_cache_max=1.5, ssd_write_budget=2.0))
+    assert given == {
+        "ssd_cache": folder,
+        "ssd_cache_max_bytes": 1_500_000_000,
+        "ssd_cache_verify": False,
+        "ssd_demote_idle": 300.0,
+        "ssd_write_budget_bytes": 2_000_000_000,
+    }
+    assert ssd_settings(flags(ssd_cache=folder, ssd_demote_idle=0.0))["ssd_demote_idle"] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--ssd-cache-max", "5"), "--ssd-cache-max says nothing without --ssd-cache"),
+        (("--ssd-cache-verify",), "--ssd-cache-verify says nothing without --ssd-cache"),
+        (("--ssd-demote-idle", "0"), "--ssd-demote-idle says nothing without --ssd-cache"),
+        (("--ssd-write-budget", "1"), "--ssd-write-budget says nothing without --ssd-cache"),
+        (("--ssd-cache", "x", "--paged-kv"), "--ssd-cache and --paged-kv exclude each other"),
+        (("--ssd-cache", "x", "--prompt-cache", "0"), "--ssd-cache needs a prompt cache"),
+        (("--ssd-cache", "x", "--ssd-cache-max", "0"), "--ssd-cache-max"),
+        (("--ssd-cache", __file__), "is a file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
+    args: tuple[str, ...], words: str
+) -> None:
+    """In words that name the flags."""
+    result = CliRunner().invoke(cli, ["serve", *args])
+    assert result.exit_code == 2
+    assert words in result.output.replace("\n", " ")
+
+
+REPORT = FlushReport(True, 3, 0, 0, 0, 0, 0, 0, 0.25, 7, 4096)
+
+
+async def test_a_flush_is_200_only_when_all_is_durable() -> None:
+    """The figures are the same either way."""
+    runtime = ScriptedRuntime()
+    client = create_app(runtime).test_client()
+    runtime.flushed = REPORT
+    reply = await client.post(FLUSH)
+    assert reply.status_code == 200
+    assert await reply.get_json() == {
+        "durable": True,
+        "flushedSnapshots": 3,
+        "missingSnapshots": 0,
+        "pendingSnapshots": 0,
+        "pendingSpills": 0,
+        "pendingSpillBytes": 0,
+        "droppedSpills": 0,
+        "failedSpills": 0,
+        "elapsedMs": 250.0,
+        "entries": 7,
+        "longest_durable_prefix_tokens": 4096,
+    }
+    runtime.flushed = FlushReport(False, 2, 1, 1, 512, 1, 0, 1, 120.0, 7, 4096)
+    reply = await client.post(FLUSH)
+    assert reply.status_code == 503
+    body = await reply.get_json()
+    assert (body["durable"], body["missingSnapshots"], body["failedSpills"]) == (False, 1, 1)
+
+
+async def test_a_flush_without_a_disk_or_from_a_foreign_page_is_refused() -> None:
+    """503 in words; and no page of another site can keep the disk busy."""
+    client = create_app(ScriptedRuntime()).test_client()
+    reply = await client.post(FLUSH)
+    assert reply.status_code == 503
+    assert "no SSD cache" in (await reply.get_json())["error"]["message"]
+    reply = await client.post(FLUSH, headers={"Origin": "https://elsewhere.example"})
+    assert reply.status_code == 415
+    assert (await client.get(FLUSH)).status_code == 405
+
+
+async def test_the_route_and_the_figures_of_a_whole_runtime(autojump_clock: object) -> None:
+    """A full disk makes the flush a 503 and moves a counter; room again makes it a 200."""
+    disk = ScriptedDisk(save_seconds=0.1)
+    async with company(disk=disk) as (runtime, _):
+        client = create_app(runtime).test_client()
+        disk.fault = DiskFull("no space left")
+        await run(runtime, ask(*range(1, 100)))
+        reply = await client.post(FLUSH)
+        assert reply.status_code == 503
+        assert (await reply.get_json())["missingSnapshots"] == 1
+        disk.fault = None
+        reply = await client.post(FLUSH)
+        assert reply.status_code == 200
+        text = (await (await client.get("/metrics")).get_data()).decode()
+        stats = (await (await client.get("/stats")).get_json())["ssd_cache"]
+    assert stats["entries"] == stats["spills"] == 1
+    assert stats["longest_durable_prefix_tokens"] == 103
+    assert stats["failed_spills"] == stats["faults"] > 0
+    assert stats["pending_spills"] == stats["pending_spill_bytes"] == 0
+    for line in (
+        "mlx_troupe_ssd_cache_entries 1.0",
+        "mlx_troupe_ssd_cache_spills_total 1.0",
+        f"mlx_troupe_ssd_cache_faults_total {float(stats['faults'])}",
+        "mlx_troupe_ssd_cache_pending_bytes 0.0",
+    ):
+        assert line in text
+
+
+def test_a_stop_tells_what_was_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says nothing when all is well."""
+    tell_of_flush(None)
+    tell_of_flush(REPORT)
+    assert capsys.readouterr().err == ""
+    tell_of_flush(FlushReport(False, 2, 1, 3, 512, 1, 0, 1, 120.0, 7, 4096))
+    assert "3 kept prompts were not written" in capsys.readouterr().err
+
+
+async def test_figures_cost_no_disk(autojump_clock: object) -> None:
+    """They are there while the disk is busy."""
+    disk = ScriptedDisk(save_seconds=1000)
+    async with company(disk=disk) as (runtime, _):
+        await run(runtime, ask(*range(1, 100)))
+        await trio.sleep(1)
+        stats = runtime.stats()["ssd_cache"]
+        assert isinstance(stats, dict)
+        assert (stats["pending_spills"], stats["pending_snapshots"]) == (1, 0)
