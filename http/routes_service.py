@@ -37,6 +37,7 @@ def service_routes(edge: Edge) -> Blueprint:
                     "/v1/models",
                     "/v1/adapters",
                     "/admin/cache/flush",
+                    "/admin/cache/session/close",
                     "/health",
                     "/stats",
                     "/metrics",
