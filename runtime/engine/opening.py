@@ -24,9 +24,9 @@ from .batch import why_not_batchable
 from .encodable import plan_for
 from .forward import Forward
 from .fusing import fuse_projections
+from .hosting import Hosting
 from .kvplan import KVPlan
 from .masks import MaskMaker
-from .hosting import Hosting
 from .models import device_label, load_checkpoint, state_kind
 from .needs import with_needs
 from .sampling import Sampler
@@ -77,13 +77,13 @@ def load_parts(options: Options) -> Parts:
         # Never evaluated: the shape alone is wanted.
         vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
         ragged = together and may_prefill_together(model)
+        hosting = Hosting(model, plan)
         adapters = Adapters(model, together=together)
     except Exception as error:
         raise cannot_run(options.path, error) from error
     masks = MaskMaker(vocab_size)
     make_forward = partial(
         Forward,
-        hosting = Hosting(model, plan)
         model,
         Sampler(vocab_size, lambda: eos | options.xtc_exempt()),
         masks,
