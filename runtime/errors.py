@@ -9,8 +9,8 @@
     ├── Overloaded              refused early; try again after ``retry_after`` seconds
     ├── Unavailable             the engine is starting, restarting or gone
     ├── GenerationFailed        the request was admitted and then failed
-    └── ModelError              a model that cannot be found, read or run
     ├── StateRefused            a kept state that cannot be exported or imported
+    └── ModelError              a model that cannot be found, read or run
 
 Owned by nobody, raised everywhere, mapped to HTTP statuses in one table at the edge.
 """
@@ -87,13 +87,13 @@ class GenerationFailed(TroupeError):
     code = "generation_failed"
 
 
-class ModelError(TroupeError):
-    """A model that cannot be found, read, verified or run on this machine."""
-
-    code = "model_error"
 class StateRefused(TroupeError):
     """A kept state that has no form as bytes, or bytes that are no state of the loaded model."""
 
     code = "state_refused"
 
 
+class ModelError(TroupeError):
+    """A model that cannot be found, read, verified or run on this machine."""
+
+    code = "model_error"
