@@ -6,7 +6,6 @@ must be made. Knows no rows, no tokenizer and no downloads: the path is a local 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,8 +21,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes, dequantize_model, get_total_parameters, load_model
 
 from ..errors import ModelError
-from ..kvschemes import PLAIN_KV, KVScheme, PerLayerKV, read_kv_config
+from ..kvschemes import PLAIN_KV, KVScheme
 from ..settings import Dtype
+from .namespace import namespace_digest
 from .nesting import flatten
 
 EXPANDED_SHARE = 0.6
@@ -88,7 +88,7 @@ def load_checkpoint(
         model=model,
         eos_ids=_eos_ids(path, config),
         context_window=_context_window(config),
-        namespace=_namespace(path, chosen, kv),
+        namespace=namespace_digest(path, chosen, kv),
         dtype=chosen,
     )
 
@@ -265,15 +265,3 @@ def _context_window(config: Mapping[str, Any]) -> int | None:
             if isinstance(value, int) and value > 0:
                 return value
     return None
-
-
-def _namespace(path: Path, dtype: str, kv: KVScheme) -> str:
-    digest = hashlib.sha256()
-    layers = read_kv_config(path) if isinstance(kv, PerLayerKV) else ()
-    digest.update(f"{kv}:{layers}\n".encode())
-    digest.update((path / "config.json").read_bytes())
-    for file in sorted(path.glob("model*.safetensors")):
-        stat = file.stat()
-        digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    digest.update(f"{dtype}:{version('mlx')}:{version('mlx-lm')}:{mx.default_device()}".encode())
-    return digest.hexdigest()
