@@ -18,6 +18,7 @@ from mlx_troupe.runtime.scheduling.effects import SchedulerStats
 from mlx_troupe.runtime.settings import Settings
 
 from .gpu import GpuView
+from .ledger import ledger
 from .supervisor import Supervisor
 
 
@@ -38,7 +39,11 @@ def figures(
         "batch": _batch(settings, view, scheduler),
         "admission": _admission(settings, view, scheduler),
         "scheduler": asdict(scheduler),
-        "prompt_cache": {**asdict(cache), "off": why_no_cache(settings)},
+        "prompt_cache": {
+            **asdict(cache),
+            "off": why_no_cache(settings),
+            "ledger": ledger(view.stats, cache, view.model),
+        },
         "adapters": adapters,
         "device": asdict(view.stats),
         "requests": {"active": active},

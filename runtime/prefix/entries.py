@@ -89,6 +89,7 @@ class PrefixStats:
         prompt_entries, final_entries, partial_entries: the same by kind.
         bytes: device memory of all states not yet released, leased ones included.
         budget_bytes: what ``bytes`` is held under, leases permitting.
+        detached_bytes: of ``bytes``, states that no lookup finds any more and a lease still holds.
         leases: leases not yet ended.
         hits, misses: lookups.
         puts: states kept; refused: states not kept.
@@ -104,6 +105,7 @@ class PrefixStats:
     partial_entries: int
     bytes: int
     budget_bytes: int
+    detached_bytes: int
     leases: int
     hits: int
     misses: int

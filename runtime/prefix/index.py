@@ -198,6 +198,7 @@ class PrefixCore:
             partial_entries=kinds["partial"],
             bytes=self._bytes,
             budget_bytes=self._budget,
+            detached_bytes=sum(entry.nbytes for entry in self._detached.values()),
             leases=len(self._leases),
             hits=self._counts["hits"],
             misses=self._counts["misses"],
