@@ -23,7 +23,8 @@ from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .generation import Generation, Health
-from .system import Runtime, import_engine, open_runtime
+from .loading import import_engine
+from .system import Runtime, open_runtime
 from .worker import Worker
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import trio
-
 from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.device import SnapshotId
-from mlx_troupe.runtime.errors import Overloaded, Unavailable
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.spill.queue import SaveQueue, WriteBudget
 
@@ -20,9 +17,7 @@ from .disk import Disk, DiskStats
 from .gpu import GpuView
 from .mailbox import Mailbox
 from .messages import CacheMessage, GpuCommand, SpillMessage
-from .reply import Reply
 from .spill import QUEUE_BYTES, SpillActor
-from .spill_messages import Flush, FlushReport
 from .supervisor import Child
 from .tier import SsdTier
 
@@ -87,20 +82,6 @@ class SpillDesk:
         if not self.is_ready:
             self.is_ready = True
             self._view.bell.ring()
-
-    async def flush(self, until: float, *, spare: int) -> FlushReport:
-        """Ask for everything to be written, by ``until`` of trio's clock.
-
-        Raises Overloaded or Unavailable.
-        """
-        if self._disk is None:
-            raise Unavailable("there is no SSD cache")
-        reply: Reply[FlushReport] = Reply()
-        try:
-            self._cache.post(Flush(reply, until), spare=spare)
-        except trio.WouldBlock:
-            raise Overloaded("the prefix cache is busy", retry_after=1.0) from None
-        return await reply.wait()
 
     def tier(self) -> SsdTier | None:
         """The memory tier's side, for a new incarnation of the prefix cache."""

@@ -1,4 +1,4 @@
-"""What ``/stats`` tells: the figures of all actors in plain JSON types.
+"""What ``/stats`` and ``/health`` tell: the figures of all actors in plain JSON types.
 
 Pure functions on trio's thread over what the actors show of themselves; they own nothing.
 """
@@ -17,6 +17,7 @@ from mlx_troupe.runtime.prefix.entries import PrefixStats
 from mlx_troupe.runtime.scheduling.effects import SchedulerStats
 from mlx_troupe.runtime.settings import Settings
 
+from .generation import Health
 from .gpu import GpuView
 from .ledger import ledger
 from .supervisor import Supervisor
@@ -57,6 +58,21 @@ def figures(
             for name, state in supervisor.states.items()
         },
     }
+
+
+def health(supervisor: Supervisor, view: GpuView, *, loaded: bool, draining: bool) -> Health:
+    """How the company is. ``loaded``: the tokenizer is there."""
+    states = dict(supervisor.states)
+    if supervisor.failure is not None:
+        return Health("failed", supervisor.failure, states)
+    down = [name for name, state in states.items() if state != "running"]
+    if view.model is None or not loaded:
+        lost = view.loads > 0
+        reason = view.error or ("the model is loading again" if lost else "loading")
+        return Health("degraded" if lost else "loading", reason, states)
+    if down or draining:
+        return Health("degraded", ", ".join(down) or "stopping", states)
+    return Health("ok", "", states)
 
 
 def _batch(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> dict[str, object]:

@@ -29,12 +29,7 @@ from .messages import (
     DeviceLost,
     DeviceReady,
     DropRows,
-    Export,
-    Exported,
     GpuCommand,
-    HostingRefused,
-    Import,
-    Imported,
     Launch,
     Mount,
     Mounted,
@@ -54,6 +49,7 @@ from .messages import (
     WorkerEvent,
 )
 from .reply import Bell, Reply
+from .spill_messages import Export, Exported, HostingRefused, Import, Imported
 from .supervisor import Fatal
 from .worker import Worker
 

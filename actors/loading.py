@@ -1,4 +1,4 @@
-"""The tokenizer on its way in, and what the device asks of it.
+"""The engine and the tokenizer on their way in, and what the device asks of the tokenizer.
 
 Made by the front door. Loaded on a worker thread beside the weights; afterwards any thread may ask.
 """
@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlx_troupe.runtime.defaults import SamplingDefaults
+from mlx_troupe.runtime.device import Device
+from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.prompts import PromptBuilder
+from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.scores import newline_ids
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
+
+from .grammars import GrammarTools
+from .request import TextTools
 
 
 class TokenizerSource:
@@ -42,3 +50,47 @@ class TokenizerSource:
         from mlx_troupe.runtime.engine.tokenizer import load_tokenizer
 
         return load_tokenizer(self._settings.model)
+
+
+def load_text(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, GrammarTools]:
+    """A tokenizer and what grammars need of it; takes a while."""
+    tokenizer = load()
+    grammars = GrammarTools(tokenizer)
+    grammars.prepare()
+    return tokenizer, grammars
+
+
+def text_tools(settings: Settings, tokenizer: Tokenizer, grammars: GrammarTools) -> TextTools:
+    """What every request needs of the text side."""
+    provenance = Provenance()
+    builder = PromptBuilder(tokenizer, provenance)
+    defaults = SamplingDefaults.load(settings)
+    return TextTools(tokenizer, builder, provenance, defaults, grammars)
+
+
+def import_engine() -> None:
+    """Import MLX with a fast BLAS in front of it, on a thread that lasts.
+
+    Later imports find MLX's own BLAS bound for good; and a thread that imported MLX and then ends
+    can abort the process at its exit (``actors/threads.py``).
+    """
+    ensure_fast_blas()
+    import mlx_troupe.runtime.engine.executor
+    import mlx_troupe.runtime.engine.tokenizer  # noqa: F401
+
+
+def mlx_device(settings: Settings, source: TokenizerSource) -> Device:
+    """The device that the settings describe, not opened yet."""
+    import_engine()
+    from mlx_troupe.runtime.engine.executor import MLXDevice
+
+    return MLXDevice(
+        settings.model,
+        name=settings.name,
+        dtype=settings.dtype,
+        batch=settings.batch,
+        kv=settings.kv,
+        exact=settings.exact,
+        memory_budget=settings.memory_budget_bytes,
+        xtc_exempt=source.line_breaks,
+    )

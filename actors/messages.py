@@ -20,17 +20,28 @@ from mlx_troupe.runtime.device import (
     ModelInfo,
     RowId,
     SnapshotId,
-    SnapshotMade,
     StepDone,
     StepPlan,
 )
 from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId
 from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
-from mlx_troupe.runtime.spill.state import HostLayer, HostState
 
 from .reply import Reply
-from .spill_messages import Flush, FlushDisk, Forget, Prefetch, Restore, Restored, Save
+from .spill_messages import (
+    Export,
+    Exported,
+    Flush,
+    FlushDisk,
+    Forget,
+    HostingRefused,
+    Import,
+    Imported,
+    Prefetch,
+    Restore,
+    Restored,
+    Save,
+)
 
 # ---- to the scheduler ----------------------------------------------------------------------
 
@@ -247,29 +258,6 @@ class Unmount:
     reply: Reply[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Some layers of a kept state as bytes, between two steps; fewer at the state's end.
-
-    The reply is the layers, or StateRefused.
-    """
-
-    snapshot: SnapshotId
-    first_layer: int
-    count: int
-    reply: Reply[tuple[HostLayer, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """Keep a state that was exported, under a new id. The reply may be StateRefused."""
-
-    snapshot: SnapshotId
-    state: HostState
-    reply: Reply[SnapshotMade]
-    adapters: tuple[str, ...] = ()
-
-
 GpuCommand: TypeAlias = Launch | Settle | Release | DropRows | Mount | Unmount | Export | Import
 
 # ---- between the GPU actor and its worker --------------------------------------------------
@@ -355,31 +343,6 @@ class Unmounted:
     reply: Reply[int]
     modules: int
     stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Layers of a kept state."""
-
-    reply: Reply[tuple[HostLayer, ...]]
-    layers: tuple[HostLayer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A state is kept."""
-
-    reply: Reply[SnapshotMade]
-    made: SnapshotMade
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class HostingRefused:
-    """A state cannot be exported or imported; nothing has changed."""
-
-    reply: Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade]
-    error: TroupeError
 
 
 @dataclass(frozen=True, slots=True)

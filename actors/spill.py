@@ -25,9 +25,9 @@ from mlx_troupe.runtime.spill.state import HostLayer, HostState
 from .disk import Disk, OnDisk
 from .gpu import GpuView
 from .mailbox import Mailbox
-from .messages import CacheMessage, DeviceLost, Export, GpuCommand, Import, Release, SpillMessage
+from .messages import CacheMessage, DeviceLost, GpuCommand, Release, SpillMessage
 from .reply import Bell, Reply
-from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Restored, Save
+from .spill_messages import Export, FlushDisk, FlushReport, Forget, Import, Restore, Restored, Save
 
 log = logging.getLogger(__name__)
 

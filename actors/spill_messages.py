@@ -1,4 +1,4 @@
-"""Messages about states that go to the disk and come back, to the prefix cache and the spill actor.
+"""Messages about states that go to the disk and come back, whoever gets them.
 
 Frozen values like all others; ``messages.py`` has the unions that they belong to.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.device import DeviceStats, SnapshotId, SnapshotMade
+from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.state import HostLayer, HostState
 
 from .disk import OnDisk
 from .reply import Reply
@@ -101,3 +103,54 @@ class FlushDisk:
     reply: Reply[FlushReport]
     candidates: tuple[Candidate, ...]
     until: float
+
+
+# ---- to the GPU, and between its actor and its worker ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Some layers of a kept state as bytes, between two steps; fewer at the state's end.
+
+    The reply is the layers, or StateRefused.
+    """
+
+    snapshot: SnapshotId
+    first_layer: int
+    count: int
+    reply: Reply[tuple[HostLayer, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Keep a state that was exported, under a new id. The reply may be StateRefused."""
+
+    snapshot: SnapshotId
+    state: HostState
+    reply: Reply[SnapshotMade]
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Layers of a kept state."""
+
+    reply: Reply[tuple[HostLayer, ...]]
+    layers: tuple[HostLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A state is kept."""
+
+    reply: Reply[SnapshotMade]
+    made: SnapshotMade
+    stats: DeviceStats
+
+
+@dataclass(frozen=True, slots=True)
+class HostingRefused:
+    """A state cannot be exported or imported; nothing has changed."""
+
+    reply: Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade]
+    error: TroupeError

@@ -18,34 +18,30 @@ import trio
 
 from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
 from mlx_troupe.runtime.budgets import budgets, cache_bytes
-from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, StepId
-from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 from mlx_troupe.runtime.errors import Overloaded, Unavailable
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import GenerationRequest
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.text.prompts import PromptBuilder
-from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .adapters import AdapterDesk
 from .desk import SpillDesk
 from .disk import Disk, folder_disk
-from .figures import figures
+from .figures import figures, health
 from .gate import Bounds, Gate
 from .generation import Generation, Health
 from .gpu import GpuActor, GpuView
 from .grammars import GrammarTools
 from .kvcache import KVCacheActor
-from .loading import TokenizerSource
+from .loading import TokenizerSource, load_text, mlx_device, text_tools
 from .mailbox import Mailbox
 from .messages import CacheMessage, Clear, CloseSession, GpuCommand, SchedulerMessage
 from .reply import Bell, Reply
 from .request import RequestActor, TextTools
 from .scheduler import SchedulerActor
-from .spill_messages import FlushReport
+from .spill_messages import Flush, FlushReport
 from .supervisor import Child, Supervisor
 from .worker import ThreadWorker, Worker
 
@@ -226,9 +222,7 @@ class Runtime:
     async def clear_cache(self) -> int:
         """Empty the prefix cache; returns how many entries it had. Lent ones follow later.
 
-        Raises:
-            Overloaded: the cache has too much to do already.
-            Unavailable: the cache crashed before it could answer.
+        Raises Overloaded (it has too much to do) or Unavailable (it crashed before it answered).
         """
         reply: Reply[int] = Reply()
         self._ask_cache(Clear(reply))
@@ -252,14 +246,14 @@ class Runtime:
     async def flush_cache(self, seconds: float) -> FlushReport:
         """Write every kept state that is not on the disk, for at most so many seconds.
 
-        Raises:
-            Overloaded: the cache has too much to do already.
-            Unavailable: there is no SSD cache, or it crashed before it could answer.
+        Raises Overloaded, or Unavailable (there is no SSD cache, too), as :meth:`clear_cache`.
         """
         until = trio.current_time() + seconds
         with trio.move_on_at(until):
             await self.scheduler.copied()
-        return await self._ssd.flush(until, spare=self._bounds.cache_spare)
+        reply: Reply[FlushReport] = Reply()
+        self._ask_cache(Flush(reply, until))
+        return await reply.wait()
 
     async def drain_to_disk(self, seconds: float) -> FlushReport | None:
         """Stop admission, let what runs come to its end and make its state durable.
@@ -267,7 +261,6 @@ class Runtime:
         None: there is no SSD cache, or time ran out before anything could be said.
         """
         until = trio.current_time() + seconds
-        self.stop_admission()
         with trio.move_on_at(until), suppress(Overloaded, Unavailable):
             await self.drain(seconds)
             return await self.flush_cache(until - trio.current_time())
@@ -298,26 +291,15 @@ class Runtime:
     async def unmount_adapter(self, adapter_id: str) -> int:
         """Take an adapter from requests that start from now on; how many modules it changed.
 
-        Raises:
-            AdapterError: it is not mounted.
-            Overloaded, Unavailable: as with :meth:`mount_adapter`.
+        Raises AdapterError (it is not mounted), or as :meth:`mount_adapter`.
         """
         await self.wait_ready()
         return await self._adapters.unmount(adapter_id)
 
     def health(self) -> Health:
         """The company's state, computed from its supervisor."""
-        states = dict(self.supervisor.states)
-        if self.supervisor.failure is not None:
-            return Health("failed", self.supervisor.failure, states)
-        down = [name for name, state in states.items() if state != "running"]
-        if self.view.model is None or self._tools is None:
-            lost = self.view.loads > 0
-            reason = self.view.error or ("the model is loading again" if lost else "loading")
-            return Health("degraded" if lost else "loading", reason, states)
-        if down or self._draining:
-            return Health("degraded", ", ".join(down) or "stopping", states)
-        return Health("ok", "", states)
+        loaded = self._tools is not None
+        return health(self.supervisor, self.view, loaded=loaded, draining=self._draining)
 
     def stats(self) -> dict[str, object]:
         """Live figures for people and dashboards; plain JSON types."""
@@ -349,17 +331,14 @@ class Runtime:
         """Load the tokenizer on a worker thread, beside the weights, unless it is there already."""
         try:
             tokenizer, grammars = (
-                await trio.to_thread.run_sync(_load_text, source, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(load_text, source, abandon_on_cancel=True)
                 if callable(source)
                 else (source, GrammarTools(source))
             )
         except Exception as error:
             await self.supervisor.fail("tokenizer", error)
             raise
-        provenance = Provenance()
-        builder = PromptBuilder(tokenizer, provenance)
-        defaults = SamplingDefaults.load(self.settings)
-        self._tools = TextTools(tokenizer, builder, provenance, defaults, grammars)
+        self._tools = text_tools(self.settings, tokenizer, grammars)
         self.view.bell.ring()
 
     def close(self) -> None:
@@ -368,24 +347,6 @@ class Runtime:
         for actor in tuple(self._active):
             actor.close()
         self._worker.stop()
-
-
-def _load_text(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, GrammarTools]:
-    tokenizer = load()
-    grammars = GrammarTools(tokenizer)
-    grammars.prepare()
-    return tokenizer, grammars
-
-
-def import_engine() -> None:
-    """Import MLX with a fast BLAS in front of it, on a thread that lasts.
-
-    Later imports find MLX's own BLAS bound for good; and a thread that imported MLX and then ends
-    can abort the process at its exit (``actors/threads.py``).
-    """
-    ensure_fast_blas()
-    import mlx_troupe.runtime.engine.executor
-    import mlx_troupe.runtime.engine.tokenizer  # noqa: F401
 
 
 @asynccontextmanager
@@ -407,23 +368,8 @@ async def open_runtime(
         ModelError and others, in a group, out of the block: what ended the company.
     """
     source = TokenizerSource(settings, tokenizer)
-    if device is None and worker is None:
-        import_engine()
-        from mlx_troupe.runtime.engine.executor import MLXDevice
-
-        device = MLXDevice(
-            settings.model,
-            name=settings.name,
-            dtype=settings.dtype,
-            batch=settings.batch,
-            kv=settings.kv,
-            exact=settings.exact,
-            memory_budget=settings.memory_budget_bytes,
-            xtc_exempt=source.line_breaks,
-        )
     if worker is None:
-        assert device is not None
-        worker = ThreadWorker(device)
+        worker = ThreadWorker(device or mlx_device(settings, source))
     async with trio.open_nursery() as nursery:
         runtime = Runtime(settings, worker, nursery, disk or folder_disk(settings))
         nursery.start_soon(runtime.supervisor.run)

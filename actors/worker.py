@@ -27,11 +27,6 @@ from .messages import (
     Broke,
     Close,
     DropRows,
-    Export,
-    Exported,
-    HostingRefused,
-    Import,
-    Imported,
     Launch,
     Mount,
     Mounted,
@@ -49,6 +44,7 @@ from .messages import (
     WorkerCommand,
     WorkerEvent,
 )
+from .spill_messages import Export, Exported, HostingRefused, Import, Imported
 from .threads import run_on_device_thread
 
 log = logging.getLogger(__name__)
