@@ -5,6 +5,7 @@ Lives on trio's thread; read by one task. Made by the front door (``system.py``)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,14 +27,27 @@ class Health:
 class Generation:
     """The client's end of one generation: events until :class:`Finished` or :class:`Failed`.
 
-    ``warnings`` says what the client asked for and does not get.
+    ``warnings`` says what the client asked for and does not get. ``resumed``: the answer is, from
+    its first token on, the one that was interrupted, or left, before. ``created`` is when it was
+    begun, in Unix seconds.
     """
 
-    def __init__(self, actor: RequestActor, prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        actor: RequestActor,
+        prompt_tokens: int,
+        *,
+        reader: int = 0,
+        resumed: bool = False,
+        created: int | None = None,
+    ) -> None:
         self._actor = actor
+        self._reader = reader
         self._over = False
         self.prompt_tokens = prompt_tokens
         self.warnings = actor.warnings
+        self.resumed = resumed
+        self.created = int(time.time()) if created is None else created
 
     @property
     def cached_tokens(self) -> int | None:
@@ -42,7 +56,7 @@ class Generation:
 
     async def next_event(self) -> GenerationEvent:
         """All text of one channel that has piled up, or the terminal event."""
-        event = await self._actor.outbox.take()
+        event = await self._actor.outbox.take(self._reader)
         self._over = isinstance(event, Finished | Failed)
         return event
 

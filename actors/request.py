@@ -21,7 +21,13 @@ from mlx_troupe.runtime.defaults import (
     token_limit,
 )
 from mlx_troupe.runtime.device import ModelInfo, RowId
-from mlx_troupe.runtime.errors import GenerationFailed, InvalidRequest, TroupeError, Unavailable
+from mlx_troupe.runtime.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    TroupeError,
+    Unavailable,
+    UnknownStream,
+)
 from mlx_troupe.runtime.grammars import in_words
 from mlx_troupe.runtime.requests import (
     ChatPrompt,
@@ -30,13 +36,17 @@ from mlx_troupe.runtime.requests import (
     FinishReason,
     GenerationRequest,
     Prompt,
+    Sampling,
     ScoredToken,
     TextDelta,
     TextPrompt,
     TokenPrompt,
     Usage,
 )
+from mlx_troupe.runtime.resume.identity import Asked
+from mlx_troupe.runtime.resume.records import Records
 from mlx_troupe.runtime.scheduling.effects import (
+    Replay,
     RowBroken,
     RowEnded,
     RowEvent,
@@ -57,6 +67,7 @@ from .grammars import GrammarTools
 from .mailbox import Mailbox
 from .messages import Cancel, SchedulerMessage, Submit
 from .outbox import Outbox
+from .progress import Progress
 from .reply import Reply
 
 log = logging.getLogger(__name__)
@@ -64,6 +75,8 @@ log = logging.getLogger(__name__)
 LONG_PROMPT = 2_000
 """Characters from which a prompt is rendered and encoded off the event loop (about 2 ms). Ids need
 only be checked, and count as a tenth."""
+RETAINED_BYTES = 2 << 20
+"""Text and figures of a stream that a client may come back to; a longer one is not held."""
 MESSAGE_COST = 20
 """What a message costs to render beside its text, in characters."""
 
@@ -99,6 +112,11 @@ class RequestActor:
     ``admitted`` is settled with the number of prompt tokens once the row is queued, or with the
     error that refused it. After that everything, errors too, comes through ``outbox``.
     ``warnings`` is what the client asked for and does not get, in words; final once admitted.
+    ``resumed``: the answer goes on from an interrupted one; final then too.
+
+    Args:
+        revisions: what the request's adapters stand for when it comes.
+        records: of requests that were interrupted.
     """
 
     def __init__(
@@ -110,17 +128,23 @@ class RequestActor:
         tools: TextTools,
         settings: Settings,
         scheduler: Mailbox[SchedulerMessage],
+        revisions: tuple[str, ...],
+        records: Records,
     ) -> None:
         self.admitted: Reply[int] = Reply()
-        self.outbox = Outbox()
+        self.outbox = Outbox(0 if request.ticket is None else RETAINED_BYTES)
         self.cached_tokens: int | None = None
         self.warnings: tuple[str, ...] = ()
+        self.resumed = False
         self._row = row
         self._request = request
         self._model = model
         self._tools = tools
         self._settings = settings
         self._scheduler = scheduler
+        self._revisions = revisions
+        self._records = records
+        self._progress: Progress | None = None
         self._scope = trio.CancelScope()
         self._lane = "batched"
         self._completion = 0
@@ -129,7 +153,8 @@ class RequestActor:
         self._served = False
 
     def close(self) -> None:
-        """The client is gone; never waits."""
+        """The client is gone; never waits. What it had is on record when this returns."""
+        self._keep_progress()
         self._scope.cancel()
 
     def fail(self, error: TroupeError) -> None:
@@ -148,6 +173,7 @@ class RequestActor:
             log.exception("request %d failed", self._row)
             self._fail(GenerationFailed(f"the request failed: {type(error).__name__}"))
         finally:
+            self._keep_progress()
             self._fail(Unavailable("the server is stopping"))
             # Reserved room: a request posts one submit at most and exactly one cancel.
             self._scheduler.post(Cancel(self._row, self._served))
@@ -170,15 +196,19 @@ class RequestActor:
             param="messages" if isinstance(self._request.prompt, ChatPrompt) else "prompt",
         )
         stop_ids = self._tools.tokenizer.eos_ids | frozenset(self._request.stop_token_ids)
+        progress = self._begin_progress(built, sampling, limit)
+        replay = await progress.replay(self._model, stop_ids, matcher) if progress else None
+        self._check_return(replay)
         spec = RowSpec(
             self._row,
             built.ids,
-            sampling,
+            sampling if progress is None else replace(sampling, seed=progress.seed),
             limit,
             stop_ids,
             adapters=self._request.adapters,
             matcher=matcher,
             logprobs=self._request.logprobs,
+            replay=replay,
             session=self._request.session,
         )
         # The buffer is the reservation: one Started, one event a token, one end.
@@ -186,6 +216,41 @@ class RequestActor:
         with receive:
             await self._submit(spec, send)
             await self._read(receive, self._stream(built, stop_ids))
+
+    def _begin_progress(
+        self, built: BuiltPrompt, sampling: Sampling, limit: int
+    ) -> Progress | None:
+        """What is written down of this request; None where nobody asked for that."""
+        request = self._request
+        if request.ticket is None and request.resume_key is None:
+            return None
+        markers = self._markers()
+        reasoning = None if markers is None else (*markers, built.opens_reasoning)
+        asked = Asked(built.ids, sampling, limit, reasoning, self._model.namespace, self._revisions)
+        self._progress = Progress(self._records, request, asked)
+        return self._progress
+
+    def _check_return(self, replay: Replay | None) -> None:
+        self.resumed = replay is not None
+        ticket = self._request.ticket
+        if ticket is not None and ticket.returns and not (self.resumed or ticket.restarts):
+            raise UnknownStream(
+                f"nothing is known of a stream {ticket.name!r} with this body", param="request_id"
+            )
+
+    def _keep_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.keep()
+
+    def _on_started(self, started: Started) -> None:
+        self.cached_tokens = started.cached_tokens
+        self._lane = started.lane
+        if self._progress is not None:
+            self._progress.started(started.adapters)
+        if self.resumed and not started.replayed:
+            self.resumed = False
+            if (ticket := self._request.ticket) is not None and ticket.returns:
+                raise GenerationFailed("an adapter was replaced: the answer cannot be gone on with")
 
     async def _prepare(self) -> tuple[BuiltPrompt, TokenMatcher | None]:
         """The prompt's ids, and what follows the answer through the request's grammar.
@@ -230,11 +295,12 @@ class RequestActor:
     async def _read(self, receive: trio.MemoryReceiveChannel[RowEvent], stream: TextStream) -> None:
         async for event in receive:
             match event:
-                case Started(_, cached, lane):
-                    self.cached_tokens = cached
-                    self._lane = lane
+                case Started():
+                    self._on_started(event)
                 case TokenMade(_, token, figures):
                     self._completion += 1
+                    if self._progress is not None:
+                        self._progress.took(token, figures)
                     if figures is not None:
                         self._scores.append(scored_token(self._tools.tokenizer, token, figures))
                     self._put(stream.feed(token))
@@ -258,6 +324,8 @@ class RequestActor:
         if stream.stopped:
             reason = FinishReason.STOP
         self._served = True
+        if self._progress is not None:
+            self._progress.done()
         ids = stream.content_ids
         if ids:
             self._tools.provenance.remember(stream.content_text, ids)

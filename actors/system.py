@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, Step
 from mlx_troupe.runtime.errors import Overloaded, Unavailable
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import GenerationRequest
+from mlx_troupe.runtime.resume.records import Records
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
@@ -42,11 +44,14 @@ from .reply import Bell, Reply
 from .request import RequestActor, TextTools
 from .scheduler import SchedulerActor
 from .spill_messages import Flush, FlushReport
+from .streams import Streams
 from .supervisor import Child, Supervisor
 from .worker import ThreadWorker, Worker
 
 log = logging.getLogger(__name__)
 
+RECORD_BYTES = 32 << 20
+"""What interrupted answers may take, as ids and figures."""
 STOP_SECONDS = 10.0
 """How long the device's thread may take to end at shutdown before it is left behind."""
 
@@ -72,6 +77,8 @@ class Runtime:
         self._draining = False
         self._active: set[RequestActor] = set()
         self._left = Bell()
+        self._records = Records(RECORD_BYTES)
+        self._streams = Streams(settings.stream_grace, nursery)
         self._bounds = Bounds(settings.batch, settings.queue)
         # Full: a client is refused with 429 before it has an actor.
         self._gate = Gate(self._bounds.places)
@@ -170,25 +177,29 @@ class Runtime:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Generation]:
         """Run one generation; leaving the block, in whatever way, ends what is still running.
 
+        The row of a request with a ticket goes on for ``Settings.stream_grace`` seconds, and what
+        it says is there for the same request with the same ticket, from the beginning.
+
         Raises:
             RequestError: the request cannot be served; nothing was started.
+            UnknownStream: its ticket is of a stream that nothing is known of.
             Overloaded: the queue is full.
             Unavailable: the engine is stopping or gone.
         """
         self._check_admission()
         model = await self.wait_ready()
-        self._adapters.table.resolve(request.adapters)
-        actor = self._start(request, model)
-        try:
-            yield Generation(actor, await actor.admitted.wait())
-        finally:
-            actor.close()
+        revisions = self._adapters.table.resolve(request.adapters)
+        start = partial(self._start, request, model, revisions)
+        async with self._streams.generation(request, start) as generation:
+            yield generation
 
     def _check_admission(self) -> None:
         if self._draining:
             raise Unavailable("the server is stopping")
 
-    def _start(self, request: GenerationRequest, model: ModelInfo) -> RequestActor:
+    def _start(
+        self, request: GenerationRequest, model: ModelInfo, revisions: tuple[str, ...]
+    ) -> RequestActor:
         self._check_admission()
         if not self._gate.try_enter():
             raise Overloaded(
@@ -203,6 +214,8 @@ class Runtime:
             tools=self._tools,
             settings=self.settings,
             scheduler=self._scheduler,
+            revisions=revisions,
+            records=self._records,
         )
         self._active.add(actor)
         self._nursery.start_soon(self._run_request, actor)
@@ -316,8 +329,9 @@ class Runtime:
         return {**told, **self._ssd.figures()}
 
     def stop_admission(self) -> None:
-        """Refuse new requests from now on; running ones go on."""
+        """Refuse new requests from now on; running ones go on, but for streams without a reader."""
         self._draining = True
+        self._streams.close_left()
 
     async def drain(self, seconds: float) -> bool:
         """Stop admission and wait for the running requests; False when time ran out first."""

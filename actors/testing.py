@@ -68,10 +68,10 @@ class ScriptedRow:
         return self.prompt + tuple(self.sampled)
 
     def figures(self, token: int, vocab_size: int) -> TokenLogprobs | None:
-        """A token's log-probability is its place in the answer, below 0; others follow by 0.5."""
+        """A token's log-probability is its place in the row, below 0; others follow by 0.5."""
         if self.logprobs is None:
             return None
-        chosen = -1.0 - len(self.sampled)
+        chosen = -float(len(self.ids))
         others = [(token + n) % vocab_size for n in range(self.logprobs)]
         return TokenLogprobs(chosen, tuple((i, chosen - n / 2) for n, i in enumerate(others)))
 

@@ -22,6 +22,7 @@ from mlx_troupe.runtime.errors import (
     RequestError,
     TroupeError,
     Unavailable,
+    UnknownStream,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class ErrorBody(msgspec.Struct):
 
 
 TABLE: tuple[tuple[type[TroupeError], int, str], ...] = (
+    (UnknownStream, 404, "invalid_request_error"),
     (RequestError, 400, "invalid_request_error"),
     (Overloaded, 429, "resource_admission"),
     (Unavailable, 503, "service_unavailable"),

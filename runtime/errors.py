@@ -5,6 +5,7 @@
     │   ├── InvalidRequest          a value that cannot be served
     │   ├── ContextLengthExceeded   the prompt fills the model's window
     │   ├── Unsupported             a feature that this server does not offer
+    │   ├── UnknownStream           a stream that nobody can go on with
     │   └── AdapterError            an adapter that cannot be read, or does not fit the model
     ├── Overloaded              refused early; try again after ``retry_after`` seconds
     ├── Unavailable             the engine is starting, restarting or gone
@@ -57,6 +58,12 @@ class Unsupported(RequestError):
     """A named feature that this server does not offer (yet); never silently dropped."""
 
     code = "unsupported_parameter"
+
+
+class UnknownStream(RequestError):
+    """A client comes back to a stream of which nothing is known any more."""
+
+    code = "unknown_stream"
 
 
 class AdapterError(RequestError):

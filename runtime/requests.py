@@ -130,6 +130,19 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class StreamTicket:
+    """A client's name for the stream of an answer, under which it may come back for the rest.
+
+    ``returns``: it has read a part of it before. ``restarts``: where nothing is known of the
+    stream any more, it takes the answer from the beginning instead of an error.
+    """
+
+    name: str
+    returns: bool = False
+    restarts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One generation: a prompt, limits and sampling.
 
@@ -139,6 +152,10 @@ class GenerationRequest:
     ``None`` the server's default. ``grammar`` is what the answer must be; reasoning before it is
     free. ``logprobs`` asks for each token's log-probability and that many alternatives' (at most
     ``device.MAX_LOGPROBS``); None for none at all.
+
+    ``resume_key`` asks for the answer to be gone on with when the same request comes again after
+    it was interrupted, even one that is sampled without a seed. ``ticket`` lets the client come
+    back to the stream itself.
 
     ``session`` is the client's name for the chat that the request belongs to. It is a hint: it
     decides which kept states go first, never which ones are used.
@@ -152,6 +169,8 @@ class GenerationRequest:
     adapters: tuple[str, ...] | None = None
     grammar: Grammar | None = None
     logprobs: int | None = None
+    resume_key: str | None = None
+    ticket: StreamTicket | None = field(default=None, compare=False)
     session: str | None = field(default=None, compare=False)
 
 

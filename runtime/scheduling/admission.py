@@ -79,7 +79,7 @@ class Admission:
     def select(self, row: Row) -> RowBroken | None:
         """Settle the row's adapters by what is mounted now, or say why that cannot be."""
         try:
-            row.adapters = self._resolve(row.spec.adapters)
+            row.select(self._resolve(row.spec.adapters))
         except RequestError as error:
             return RowBroken(row.id, error.message, error.param)
         return None

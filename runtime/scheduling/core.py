@@ -37,9 +37,8 @@ from .effects import (
     RowBroken,
     RowSpec,
     SchedulerStats,
-    Started,
 )
-from .endings import end, take_token
+from .endings import begin, end, take_token
 from .keeps import Keeps
 from .planning import Planned, Planner
 from .reserve import Reserve, youngest_waiting
@@ -103,7 +102,8 @@ class SchedulerCore:
 
     def submit(self, spec: RowSpec) -> tuple[Effect, ...] | QueueFull:
         """A request wants a row. Full queue: nothing is kept and :class:`QueueFull` says so."""
-        row = Row(spec, self._numbers, np.asarray(spec.prompt, dtype=np.int64))
+        said = () if spec.replay is None else spec.replay.ids
+        row = Row(spec, self._numbers, np.asarray(spec.prompt + said, dtype=np.int64))
         if not self._admission.has_room(row, None if self.model is None else self._live()):
             self._tally.refused += 1
             return QueueFull(len(self._admission), self.retry_after())
@@ -226,7 +226,7 @@ class SchedulerCore:
         for row_id in planned.plan.end:
             row = self._rows.pop(row_id)
             self._tally.finished += not row.cancelled
-        started = [Started(row.id, row.cached, self._lane()) for row in planned.started]
+        started = [event for row in planned.started for event in begin(row, self._lane())]
         return planned.plan, (*shortened, *started, *self._admit())
 
     def retry_after(self) -> float:

@@ -15,6 +15,21 @@ from ..text.matching import TokenMatcher
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """What an earlier row of the very same request said, to be said again and gone on from.
+
+    At least one id, none of which ends the row. ``figures`` is empty, or holds each id's
+    log-probabilities. It holds only for a row of the same ``adapters`` (revisions, in order).
+    ``matcher`` has followed all of ``ids``.
+    """
+
+    ids: tuple[int, ...]
+    figures: tuple[TokenLogprobs, ...] = ()
+    adapters: tuple[str, ...] = ()
+    matcher: TokenMatcher | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class RowSpec:
     """A row that a request wants: prompt ids, sampling and its limits.
 
@@ -23,6 +38,7 @@ class RowSpec:
     order; None leaves them to the server. Which revisions they stand for is decided when the row
     leaves the queue. ``matcher`` restricts the text, and ends the row where nothing may follow.
     ``logprobs`` is how many alternatives' log-probabilities are wanted, None for no figures.
+    ``replay`` is shorter than ``limit`` and counts in it; its tokens are reported first.
     ``session`` is passed on to the prefix cache.
     """
 
@@ -34,16 +50,23 @@ class RowSpec:
     adapters: tuple[str, ...] | None = None
     matcher: TokenMatcher | None = field(default=None, compare=False)
     logprobs: int | None = None
+    replay: Replay | None = None
     session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The row left the queue; ``cached_tokens`` of its prompt need not be computed."""
+    """The row left the queue; ``cached_tokens`` of its prompt need not be computed.
+
+    It runs with ``adapters`` (revisions, in order), and ``replayed`` tokens are not computed but
+    said again: they follow at once.
+    """
 
     row: RowId
     cached_tokens: int
     lane: str
+    adapters: tuple[str, ...] = ()
+    replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

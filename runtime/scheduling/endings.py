@@ -1,16 +1,28 @@
-"""How a row takes its tokens, and how it ends.
+"""How a row begins, takes its tokens, and ends.
 
 Part of the scheduler's core: functions on one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..device import Sampled
 from ..requests import FinishReason
-from .effects import RowEnded, RowEvent, TokenMade
+from .effects import RowEnded, RowEvent, Started, TokenMade
 from .rows import Phase, Row
+
+
+def begin(row: Row, lane: str) -> Iterator[RowEvent]:
+    """The row has started: what its client hears at once, replayed tokens too."""
+    cached = min(row.cached, len(row.spec.prompt))
+    yield Started(row.id, cached, lane, row.adapters, row.replayed)
+    replay = row.spec.replay
+    if replay is None or not row.replayed:
+        return
+    figures = replay.figures or (None,) * len(replay.ids)
+    for token, told in zip(replay.ids, figures, strict=True):
+        yield TokenMade(row.id, token, told)
 
 
 def take_token(row: Row, sampled: Sampled, eos_ids: frozenset[int]) -> tuple[RowEvent, ...]:

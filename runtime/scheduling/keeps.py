@@ -54,11 +54,11 @@ class Keeps:
         """The row's question to the cache, marked with what the cache knows by now."""
         row.asked_at = self._num_offered
         row.asking += 1
-        return LookUp(row.id, row.spec.prompt, row.adapters, row.spec.session)
+        return LookUp(row.id, row.start_ids, row.adapters, row.spec.session)
 
     def look_up(self, row: Row) -> tuple[LookUp, ...]:
         """The first question for a row that left the queue; without a cache it is ready at once."""
-        if self._cache and len(row.spec.prompt) > 1:
+        if self._cache and len(row.ids) > 1:
             return (self.ask(row),)
         row.move(Phase.READY)
         return ()

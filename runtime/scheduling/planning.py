@@ -112,7 +112,7 @@ class Planner:
         for row in rows:
             if row.phase is Phase.ENDING:
                 ids = row.known
-                kind: Kind = "final" if row.generated else "partial"
+                kind: Kind = "final" if row.generated and not row.remaining else "partial"
             elif row.keep_prompt and row.processed == row.prompt_goal and not row.launched_tokens:
                 row.keep_prompt = False
                 ids, kind = row.spec.prompt[:-1], "prompt"
@@ -150,17 +150,19 @@ class Planner:
         row.move(Phase.PREFILL if row.remaining else Phase.DECODE)
         prompt = len(row.spec.prompt)
         uncuttable = not model.can_cut(prompt + row.spec.limit, prompt - 1)
-        row.keep_prompt = self._cache and uncuttable and row.remaining >= PROMPT_ENTRY_AT_LEAST
+        long = row.remaining >= PROMPT_ENTRY_AT_LEAST and not row.replayed
+        row.keep_prompt = self._cache and uncuttable and long
+        replay = row.spec.replay if row.replayed else None
         if not isinstance(choice.source, FromSnapshot):
             self.shared_tokens += choice.length
         row.hit = None
         return StartRow(
             row.id,
-            row.spec.prompt,
+            row.start_ids,
             row.spec.sampling,
             choice.source,
             adapters=row.adapters,
-            matcher=row.spec.matcher,
+            matcher=row.spec.matcher if replay is None else replay.matcher,
             logprobs=row.spec.logprobs,
         )
 

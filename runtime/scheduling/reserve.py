@@ -55,10 +55,10 @@ class Reserve:
         holding = [other for other in live if other.phase in HOLDING]
         if self.limit_bytes is not None and holding:
             rooms = [(other, other.room) for other in holding]
-            fits = self._cost([*rooms, (row, len(row.spec.prompt))]) <= self.limit_bytes
+            fits = self._cost([*rooms, (row, len(row.ids))]) <= self.limit_bytes
             if not fits or any(other.waits for other in holding):
                 return False
-        row.room = len(row.spec.prompt)
+        row.room = len(row.ids)
         return True
 
     def grants(self, row: Row, live: Iterable[Row]) -> bool:

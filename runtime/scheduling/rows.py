@@ -52,9 +52,12 @@ class Row:
 
     Attributes:
         processed: tokens in the device's state once every launched step has run.
-        fresh: prompt tokens that were to be prefilled when the row started.
+        ids: what it starts from: its prompt, and what is replayed.
+        fresh: tokens that were to be prefilled when the row started.
         in_flight: decodes that were launched and whose token is not known yet.
-        generated: tokens known so far; the last one is not in the state unless a step ran ahead.
+        generated: tokens known so far, replayed ones among them; the last one is not in the state
+            unless a step ran ahead.
+        replayed: how many of them come from an earlier row of the same request.
         hit: what the prefix cache lent, until the row has started.
         asked_at: how many states the cache had been offered when it was asked for this row.
         asking: questions to the cache that it has not answered yet.
@@ -81,6 +84,7 @@ class Row:
     waits: bool = False
     cancelled: bool = False
     adapters: tuple[str, ...] = ()
+    replayed: int = 0
 
     @property
     def id(self) -> RowId:
@@ -89,8 +93,13 @@ class Row:
 
     @property
     def prompt_goal(self) -> int:
-        """Prompt tokens to process before the first decode: all but the last."""
-        return len(self.spec.prompt) - 1
+        """Tokens to process before the first decode: all that it starts from but the last."""
+        return len(self.spec.prompt) + self.replayed - 1
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """What the row starts from, as :attr:`ids`."""
+        return self.spec.prompt + tuple(self.generated[: self.replayed])
 
     @property
     def remaining(self) -> int:
@@ -114,6 +123,14 @@ class Row:
         assert len(self.generated) <= self.spec.limit, "a row passed its limit"
         assert self.launched_tokens <= self.spec.limit, "a row was planned past its limit"
         assert self.phase is Phase.ENDING or not self.cancelled, "a cancelled row goes on"
+
+    def select(self, adapters: tuple[str, ...]) -> None:
+        """Before it starts: run with these adapters, and replay what was said with the same."""
+        replay = self.spec.replay
+        said = () if replay is None or replay.adapters != adapters else replay.ids
+        self.adapters = adapters
+        self.replayed, self.generated = len(said), list(said)
+        self.ids = np.asarray(self.spec.prompt + said, dtype=np.int64)
 
     def move(self, to: Phase) -> None:
         """Change phase; raises ValueError on a transition that :data:`LEGAL` does not list."""

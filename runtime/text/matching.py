@@ -88,6 +88,10 @@ class TokenMatcher:
         mask = int.from_bytes(self.engine.compute_bitmask(), "little")
         return tuple(token for token in range(mask.bit_length()) if mask >> token & 1)
 
+    def copy(self) -> TokenMatcher:
+        """Another one at the same place."""
+        return TokenMatcher(self.engine.deep_copy(), self.words)
+
     @property
     def fault(self) -> str:
         """Why no more masks can be made, or nothing."""
