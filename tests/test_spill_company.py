@@ -181,7 +181,7 @@ FAULTS = (
 async def test_a_broken_disk_fails_no_request_and_is_told_once(
     autojump_clock, caplog: pytest.LogCaptureFixture, fault: faults.SpillFault
 ) -> None:
-    """Eight streams at once, and again: every text is right, the counter moves, one line is told."""
+    """Eight streams at once, twice: every text is right, a counter moves, one line is told."""
     disk = ScriptedDisk(save_seconds=0.01, load_seconds=0.01)
     await left_on(disk, LONG)
     with caplog.at_level(logging.WARNING):
