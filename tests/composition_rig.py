@@ -99,6 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3_5", {}),
     "experts": ("qwen3_moe", HEADS),
     "shared KV": ("gemma4_text", {**HEADS, "global_head_dim": 64}),
+    "row by row": ("stablelm", {"hidden_size": 256}),
 }
 KV_CONFIG = '[{"layer_idx": 1, "bits": 4, "group_size": 32}]'
 
@@ -330,7 +331,7 @@ class Company:
                 self.settings, device=self.device, tokenizer=ByteTokenizer()
             ) as runtime:
                 info = await runtime.wait_ready()
-                assert info.batchable, info.lone_reason
+                assert info.batchable is (self.model.family != "row by row"), info.lone_reason
                 self.can_cut = info.can_trim(1000)
                 self.ahead = PIPELINE if info.launches_ahead else 1
                 for adapter, path in self.model.adapters.items():
@@ -705,7 +706,8 @@ class Comparison:
         spoken = [i for i in self.ids if i != EOS]
         if self.asked.text != ByteTokenizer().decode(spoken):
             yield f"the text is {self.asked.text!r} for {spoken}"
-        if usage.prompt_tokens != len(self.asked.prompt) or usage.lane != "batched":
+        lane = "serial" if case["family"] == "row by row" else "batched"
+        if usage.prompt_tokens != len(self.asked.prompt) or usage.lane != lane:
             yield f"usage {usage}"
         limit = self.asked.request.max_tokens
         stopped = self.ids[-1] == EOS or self.together.sampled[len(self.ids) - 1].ends

@@ -21,7 +21,15 @@ Allowed = Callable[[Case], bool]
 
 AXES: dict[str, tuple[str, ...]] = {
     "kv": ("plain", "affine 4", "affine 8", "by layer", "turbo k8v3", "paged", "delayed"),
-    "family": ("plain", "sliding", "softcap", "hybrid", "experts", "shared KV"),
+    "family": (
+        "plain",
+        "sliding",
+        "softcap",
+        "hybrid",
+        "experts",
+        "shared KV",
+        "row by row",
+    ),
     "sampling": ("greedy", "filters", "penalties", "hlg"),
     "seed": ("given", "shared", "none"),
     "logprobs": ("off", "chosen", "top 5"),
@@ -34,7 +42,7 @@ AXES: dict[str, tuple[str, ...]] = {
 
 EXPLAINED: dict[str, str] = {
     "kv": "`--kv-quant` off, 4, 8, config, turbo; `--paged-kv`; `AffineKV(8, start=30)`",
-    "family": "llama; with a window; gemma2; qwen3_5; qwen3_moe; gemma4_text",
+    "family": "llama; with a window; gemma2; qwen3_5; qwen3_moe; gemma4_text; stablelm",
     "sampling": "best token; top-p, min-p, XTC, top-k; three penalties and a bias; `hlg`",
     "seed": "its own; that of its neighbours; none",
     "logprobs": "`logprobs`, `top_logprobs`",
@@ -70,16 +78,24 @@ _ENCODED = {
     "delayed": "--kv-quant 8",
 }
 _OWN_ATTENTION = (
-    "Gemma 2 computes attention in a way of its own, on plain keys and values: `--kv-quant` with "
+    "Gemma 2 and StableLM compute attention in a way of their own, on plain keys and values: "
+    "`--kv-quant` with them is refused at start, by both names."
+)
+_NO_STEPS = (
+    "StableLM's rows run one by one, so that there are no shared steps to page: `--paged-kv` with "
     "it is refused at start, by both names."
 )
 _PAST_THE_CACHE = (
     "`--paged-kv` goes past the prompt cache: prompts are computed anew; the start and `/stats` "
     "say so. (Rows that run share their prompts all the same.)"
 )
-REFUSALS: tuple[Refusal, ...] = tuple(
-    Refusal(("kv", kv), ("family", "softcap"), (flag, "gemma2"), _OWN_ATTENTION)
-    for kv, flag in _ENCODED.items()
+REFUSALS: tuple[Refusal, ...] = (
+    *(
+        Refusal(("kv", kv), ("family", family), (flag, name), _OWN_ATTENTION)
+        for kv, flag in _ENCODED.items()
+        for family, name in (("softcap", "gemma2"), ("row by row", "stablelm"))
+    ),
+    Refusal(("kv", "paged"), ("family", "row by row"), ("--paged-kv", "stablelm"), _NO_STEPS),
 )
 """What is refused before anything is served."""
 BYPASSED: tuple[Refusal, ...] = tuple(

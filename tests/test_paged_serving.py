@@ -136,6 +136,13 @@ def test_a_model_without_tokens_to_page_is_refused(tmp_path: Path) -> None:
         MLXDevice(path, name="tiny", kv=PagedKV(3)).open()
 
 
+def test_a_model_whose_rows_share_no_steps_is_refused(tmp_path: Path) -> None:
+    """Nothing would be in blocks, and the prompt cache off for nothing."""
+    path = make_checkpoint(tmp_path / "m", "stablelm")
+    with pytest.raises(ModelError, match=r"--paged-kv and stablelm: its rows share no steps: "):
+        MLXDevice(path, name="tiny", kv=PagedKV()).open()
+
+
 def together(device: MLXDevice, rows: dict[RowId, tuple[int, ...]]) -> dict[RowId, list[int]]:
     """Rows that start two steps apart, all decoding together; their tokens."""
     said: dict[RowId, list[int]] = {row: [] for row in rows}

@@ -38,6 +38,9 @@ def plan_for(
     Raises ModelError, naming both sides, for a scheme that the model cannot take.
     """
     plan = make_plan(model, scheme, folder)
+    if plan.block and lone_reason:
+        family = model_family(model)
+        raise ModelError(f"--paged-kv and {family}: its rows share no steps: {lone_reason}")
     if not plan.encodes:
         return plan, lone_reason
     both = f"--kv-quant {name_of(scheme)} and {model_family(model)}"
