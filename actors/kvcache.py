@@ -14,6 +14,7 @@ import trio
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
 from mlx_troupe.runtime.prefix.entries import Hit, namespace_of
+from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.spill.queue import Candidate
 
@@ -28,6 +29,7 @@ from .messages import (
     DeviceReady,
     EndAllLeases,
     EndLease,
+    Explain,
     Found,
     GpuCommand,
     Lookup,
@@ -101,6 +103,8 @@ class KVCacheActor:
                     reply.fail(Unavailable(reason))
                 case CloseSession(reply=closed):
                     closed.fail(Unavailable(reason))
+                case Explain(reply=explained):
+                    explained.set(None)
                 case Flush(report):
                     report.fail(Unavailable(reason))
                 case EndLease() | EndAllLeases() | Prefetch() | DeviceReady() | DeviceLost():
@@ -126,6 +130,8 @@ class KVCacheActor:
                 reply.set(entries)
             case CloseSession(session, closed):
                 closed.set(self.core.close_session(session))
+            case Explain():
+                message.reply.set(self._explain(message))
             case Prefetch():
                 self._prefetch(message)
             case Restored():
@@ -165,6 +171,20 @@ class KVCacheActor:
             trim_floor=model.trim_floor,
             session=message.session,
         )
+
+    def _explain(self, message: Explain) -> tuple[Explanation, int] | None:
+        if (model := self._model) is None:
+            return None
+        namespace = namespace_of(model.namespace, message.adapters)
+        explanation = self.core.explain(
+            message.ids,
+            namespace,
+            trim_window=model.trim_window,
+            trim_floor=model.trim_floor,
+            session=message.session,
+        )
+        on_disk = 0 if self._tier is None else self._tier.usable(message.ids, namespace, model)
+        return explanation, on_disk
 
     def _answer(self, message: Lookup, hit: Hit | None) -> None:
         if hit is not None and self._tier is not None:

@@ -25,6 +25,7 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId
+from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
 
 from .reply import Reply
@@ -141,6 +142,19 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
+class Explain:
+    """What the cache has for a prompt now, and why no more; it changes nothing.
+
+    The reply is the explanation and how many tokens the disk could serve; None without a model.
+    """
+
+    ids: tuple[int, ...]
+    adapters: tuple[str, ...]
+    session: str | None
+    reply: Reply[tuple[Explanation, int] | None]
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSession:
     """What only this session used may go first; the reply says whether anything was known of it."""
 
@@ -174,6 +188,7 @@ CacheMessage: TypeAlias = (
     | EndAllLeases
     | Clear
     | CloseSession
+    | Explain
     | Prefetch
     | Restored
     | Flush

@@ -30,6 +30,7 @@ from mlx_troupe.runtime.errors import (
 )
 from mlx_troupe.runtime.grammars import in_words
 from mlx_troupe.runtime.requests import (
+    CacheNote,
     ChatPrompt,
     Failed,
     Finished,
@@ -63,6 +64,7 @@ from mlx_troupe.runtime.text.scores import scored_token
 from mlx_troupe.runtime.text.stream import TextStream
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .explaining import Explainer
 from .grammars import GrammarTools
 from .mailbox import Mailbox
 from .messages import Cancel, SchedulerMessage, Submit
@@ -130,6 +132,7 @@ class RequestActor:
         scheduler: Mailbox[SchedulerMessage],
         revisions: tuple[str, ...],
         records: Records,
+        explainer: Explainer | None = None,
     ) -> None:
         self.admitted: Reply[int] = Reply()
         self.outbox = Outbox(0 if request.ticket is None else RETAINED_BYTES)
@@ -145,6 +148,8 @@ class RequestActor:
         self._revisions = revisions
         self._records = records
         self._progress: Progress | None = None
+        self._explainer = explainer
+        self._note: CacheNote | None = None
         self._scope = trio.CancelScope()
         self._lane = "batched"
         self._completion = 0
@@ -214,6 +219,7 @@ class RequestActor:
         # The buffer is the reservation: one Started, one event a token, one end.
         send, receive = trio.open_memory_channel[RowEvent](limit + 2)
         with receive:
+            await self._explain_cache(built.ids)
             await self._submit(spec, send)
             await self._read(receive, self._stream(built, stop_ids))
 
@@ -251,6 +257,11 @@ class RequestActor:
             self.resumed = False
             if (ticket := self._request.ticket) is not None and ticket.returns:
                 raise GenerationFailed("an adapter was replaced: the answer cannot be gone on with")
+
+    async def _explain_cache(self, ids: tuple[int, ...]) -> None:
+        if self._explainer is not None:
+            tokenizer = self._tools.tokenizer
+            self._note = await self._explainer.explain(self._request, ids, tokenizer)
 
     async def _prepare(self) -> tuple[BuiltPrompt, TokenMatcher | None]:
         """The prompt's ids, and what follows the answer through the request's grammar.
@@ -329,7 +340,8 @@ class RequestActor:
         ids = stream.content_ids
         if ids:
             self._tools.provenance.remember(stream.content_text, ids)
-        usage = Usage(self._prompt_tokens, self._completion, self.cached_tokens or 0, self._lane)
+        cached = self.cached_tokens or 0
+        usage = Usage(self._prompt_tokens, self._completion, cached, self._lane, self._note)
         self.outbox.end(Finished(reason, usage, tuple(self._scores)))
 
     def _put(self, deltas: tuple[TextDelta, ...]) -> None:

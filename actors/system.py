@@ -31,6 +31,7 @@ from mlx_troupe.runtime.text.tokenizer import Tokenizer
 from .adapters import AdapterDesk
 from .desk import SpillDesk
 from .disk import Disk, folder_disk
+from .explaining import Explainer
 from .figures import figures, health
 from .gate import Bounds, Gate
 from .generation import Generation, Health
@@ -91,6 +92,7 @@ class Runtime:
         self.view = GpuView()
         self._adapters = AdapterDesk(settings.adapters, self.view)
         self._ssd = SpillDesk(settings, disk, self.view, self._new_snapshot, self._cache)
+        self._explainer = Explainer(self._cache, self._bounds.cache_spare, self._adapters.table)
         # Rebuilt by the supervisor; these two are read for figures before it has started.
         self.scheduler = self._build_scheduler()
         self.cache = self._build_cache()
@@ -214,6 +216,7 @@ class Runtime:
             tools=self._tools,
             settings=self.settings,
             scheduler=self._scheduler,
+            explainer=self._explainer,
             revisions=revisions,
             records=self._records,
         )
@@ -242,10 +245,7 @@ class Runtime:
         return await reply.wait()
 
     async def close_session(self, session: str) -> bool:
-        """A chat is over: what only it used goes first. False when nothing was kept of it.
-
-        Raises Overloaded or Unavailable, as :meth:`clear_cache`.
-        """
+        """What only this chat used goes first; False if nothing was. Raises as clear_cache does."""
         reply: Reply[bool] = Reply()
         self._ask_cache(CloseSession(session, reply))
         return await reply.wait()

@@ -102,6 +102,11 @@ class SsdTier:
         if early + nbytes <= self._budget // 4 and self._begin(entry):
             self._early[entry] = nbytes
 
+    def usable(self, ids: tuple[int, ...], namespace: str, model: ModelInfo) -> int:
+        """How many tokens of a prompt the disk could serve."""
+        entry = self._disk.find(ids, namespace, model.trim_floor)
+        return 0 if entry is None else entry.useful
+
     def restored(self, entry: OnDisk, state: Candidate | None) -> list[Waiting]:
         """A restore has ended; returns who waited for it."""
         if state is not None and state.nbytes > self._budget:

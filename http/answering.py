@@ -114,7 +114,8 @@ async def _read_call(
     else:
         call = await trio.to_thread.run_sync(lambda: parse(parse_json(body), model))
     session = call.request.session or session_in(request.headers.get)
-    return replace(call, request=replace(call.request, session=session))
+    explain = request.headers.get("x-cache-explain") == "1"
+    return replace(call, request=replace(call.request, session=session, explain=explain))
 
 
 async def _stream(

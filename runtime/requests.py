@@ -158,7 +158,8 @@ class GenerationRequest:
     back to the stream itself.
 
     ``session`` is the client's name for the chat that the request belongs to. It is a hint: it
-    decides which kept states go first, never which ones are used.
+    decides which kept states go first, never which ones are used. ``explain``: the usage says what
+    the prompt cache had.
     """
 
     prompt: Prompt
@@ -172,6 +173,7 @@ class GenerationRequest:
     resume_key: str | None = None
     ticket: StreamTicket | None = field(default=None, compare=False)
     session: str | None = field(default=None, compare=False)
+    explain: bool = field(default=False, compare=False)
 
 
 class FinishReason(Enum):
@@ -182,17 +184,36 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheNote:
+    """What the prompt cache had for a prompt when it came; see ``prefix.explain.Explanation``.
+
+    ``before``, ``after`` and ``theirs`` are texts: of the prompt on both sides of the place where
+    the nearest known prompt parts from it, and of that one, for its own session only.
+    """
+
+    memory_tokens: int
+    disk_tokens: int
+    shared_tokens: int
+    reason: str | None
+    before: str = ""
+    after: str = ""
+    theirs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request. ``cached_tokens`` ≤ ``prompt_tokens`` were not recomputed.
 
     An end token counts as generated although its text is not emitted. ``lane`` says what ran
     the request: ``"batched"`` (the shared executor) or ``"serial"`` (alone, one row at a time).
+    ``cache`` is there for requests that asked for an explanation.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     lane: str
+    cache: CacheNote | None = None
 
 
 class Channel(Enum):

@@ -14,6 +14,7 @@ from itertools import count
 
 from ..device import SnapshotId
 from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult
+from .explain import AROUND, Explanation, Gone, Nearest, explain
 from .tree import RadixTree
 from .worth import choose, inherit, note_use, num_weighed
 
@@ -45,6 +46,7 @@ class PrefixCore:
         self._detached: dict[SnapshotId, Entry] = {}
         self._closed: dict[SnapshotId, Entry] = {}
         self._leases: dict[LeaseId, Entry] = {}
+        self._gone = Gone()
         self._clock = count(1)
         self._counts: Counter[str] = Counter()
 
@@ -102,6 +104,30 @@ class PrefixCore:
         """How many tokens :meth:`lookup` would find; leases, counts and moves nothing."""
         found = self._find(ids, namespace, trim_window, trim_floor)
         return 0 if found is None else found[1]
+
+    def explain(
+        self,
+        ids: Sequence[int],
+        namespace: str,
+        *,
+        trim_window: int | None,
+        trim_floor: int = 0,
+        session: str | None = None,
+    ) -> Explanation:
+        """How far ``ids`` are served now, and why no further; changes nothing."""
+        usable = self.peek(ids, namespace, trim_window=trim_window, trim_floor=trim_floor)
+        model = namespace.split("\n")[0]
+        others = [n for n in self._trees if n != namespace and n.split("\n")[0] == model]
+        uncut = self.peek(ids, namespace, trim_window=trim_window)
+        return explain(
+            ids,
+            usable,
+            own=self._nearest(ids, namespace),
+            others=[near for n in others if (near := self._nearest(ids, n)) is not None],
+            gone=tuple(self._gone.nearest(ids, namespace)),
+            encoded=uncut > usable,
+            session=session,
+        )
 
     def put(
         self,
@@ -267,6 +293,7 @@ class PrefixCore:
             if victim is None:
                 break
             self._counts["evictions"] += 1
+            self._gone.add(victim.namespace, self._ids_of(victim), victim.session)
             self._counts["evicted_tokens"] += self._lost_without(victim)
             release += self._detach((victim,))
         return release
@@ -278,6 +305,18 @@ class PrefixCore:
             if (victim := choose(free, weighed, self._lost_without)) is not None:
                 return victim
         return None
+
+    def _ids_of(self, entry: Entry) -> tuple[int, ...]:
+        return self._trees[entry.namespace].ids_of(entry)
+
+    def _nearest(self, ids: Sequence[int], namespace: str) -> Nearest | None:
+        tree = self._trees.get(namespace)
+        found = tree.nearest(ids) if tree is not None else None
+        if found is None:
+            return None
+        entry, shared = found
+        rest = self._ids_of(entry)[shared : shared + AROUND]
+        return Nearest(shared, rest, entry.session)
 
     def _lost_without(self, entry: Entry) -> int:
         return self._trees[entry.namespace].lost_without(entry)

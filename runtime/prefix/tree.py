@@ -80,7 +80,7 @@ class RadixTree:
         An entry that ends on the way is usable as it is, a cuttable one up to where it parts from
         ``ids``. Among equally long ones the most recently used is taken.
         """
-        node, child, shared = self._descend(_pack(ids))
+        node, child, shared = self._descend(pack_ids(ids))
         if child is not None and child.latest is not None:
             return child.latest, node.depth + shared
         for step in node.upward():
@@ -91,20 +91,20 @@ class RadixTree:
 
     def exact(self, ids: Sequence[int]) -> Entry | None:
         """The entry with exactly these ids."""
-        key = _pack(ids)
+        key = pack_ids(ids)
         node, _, _ = self._descend(key)
         return node.entry if node.depth == len(ids) else None
 
     def covering(self, ids: Sequence[int]) -> Entry | None:
         """A cuttable entry that starts with ``ids``: whatever ``ids`` could serve, it can."""
-        node, child, shared = self._descend(_pack(ids))
+        node, child, shared = self._descend(pack_ids(ids))
         if node.depth == len(ids):
             return node.latest
         return child.latest if child is not None and node.depth + shared == len(ids) else None
 
     def prefixes(self, ids: Sequence[int]) -> tuple[Entry, ...]:
         """All entries whose ids are a proper prefix of ``ids``, the longest first."""
-        node, _, _ = self._descend(_pack(ids))
+        node, _, _ = self._descend(pack_ids(ids))
         way = (step for step in node.upward() if step.depth < len(ids))
         return tuple(step.entry for step in way if step.entry is not None)
 
@@ -117,9 +117,26 @@ class RadixTree:
                 return node.depth - step.depth
         return node.depth
 
+    def ids_of(self, entry: Entry) -> tuple[int, ...]:
+        """The ids that an entry was put with."""
+        edges = [step.edge for step in self._nodes[entry].upward()]
+        return unpack_ids(b"".join(reversed(edges)))
+
+    def nearest(self, ids: Sequence[int]) -> tuple[Entry, int] | None:
+        """An entry that shares most of ``ids``, usable or not, and how many; None for none."""
+        node, child, shared = self._descend(pack_ids(ids))
+        shared += node.depth
+        if not shared:
+            return None
+        node = node if child is None else child
+        while node.entry is None:
+            # A branch without an entry at its end is never left standing.
+            node = next(iter(node.children.values()))
+        return node.entry, shared
+
     def insert(self, ids: Sequence[int], entry: Entry) -> None:
         """Add an entry whose ids are not in the tree yet; it must be the most recently used."""
-        key = _pack(ids)
+        key = pack_ids(ids)
         node, child, shared = self._descend(key)
         if child is not None:
             node = self._split(child, shared)
@@ -156,7 +173,7 @@ class RadixTree:
             if child is None:
                 return node, None, 0
             if not key.startswith(child.edge, at):
-                return node, child, _shared_ids(child.edge, key[at : at + len(child.edge)])
+                return node, child, shared_ids(child.edge, key[at : at + len(child.edge)])
             node = child
             at += len(child.edge)
         return node, None, 0
@@ -227,11 +244,17 @@ class RadixTree:
         assert node.latest is node.find_latest(), "a node names the wrong most recent entry"
 
 
-def _pack(ids: Sequence[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Ids as the tree holds them."""
     return array("I", ids).tobytes()
 
 
-def _shared_ids(left: bytes, right: bytes) -> int:
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """The ids that were packed."""
+    return tuple(array("I", packed))
+
+
+def shared_ids(left: bytes, right: bytes) -> int:
     """How many leading ids two packed strings have in common."""
     low, high = 0, min(len(left), len(right)) // _WIDTH
     while low < high:

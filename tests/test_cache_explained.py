@@ -1,0 +1,214 @@
+"""Explained misses: what each tier had, where the nearest prompt parts, and why it is no use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from company import ask, company, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_troupe.actors.system import Runtime
+from mlx_troupe.actors.testing import ScriptedDevice
+from mlx_troupe.http.app import create_app
+from mlx_troupe.http.testing import ScriptedRuntime
+from mlx_troupe.runtime.device import ModelInfo, SnapshotId
+from mlx_troupe.runtime.prefix.entries import namespace_of
+from mlx_troupe.runtime.prefix.explain import Explanation
+from mlx_troupe.runtime.prefix.index import PrefixCore
+from mlx_troupe.runtime.requests import CacheNote, Finished, FinishReason, GenerationRequest, Usage
+
+KEPT = tuple(range(10, 50))
+
+
+def keep(
+    core: PrefixCore,
+    ids: tuple[int, ...],
+    snapshot: int = 1,
+    *,
+    window: int | None = None,
+    namespace: str = "m",
+    session: str | None = None,
+) -> None:
+    core.put(
+        ids,
+        namespace,
+        SnapshotId(snapshot),
+        len(ids),
+        kind="final",
+        trim_window=window,
+        session=session,
+    )
+
+
+def told(core: PrefixCore, ids: tuple[int, ...], **more: Any) -> Explanation:
+    return core.explain(ids, more.pop("namespace", "m"), **{"trim_window": None, **more})
+
+
+def test_another_text_is_shown_where_it_begins() -> None:
+    """Position, both sides of it, and the other prompt for its own session only."""
+    core = PrefixCore(1000)
+    keep(core, KEPT, session="mine")
+    ids = (*KEPT[:20], *range(900, 920))
+    seen = told(core, ids)
+    assert seen == Explanation(20, 20, "text", KEPT[12:20], ids[20:28])
+    assert told(core, ids, session="other").theirs == ()
+    assert told(core, ids, session="mine").theirs == KEPT[20:28]
+
+
+def test_a_chat_that_merely_goes_on_misses_nothing() -> None:
+    """The nearest prompt ends where the new text begins."""
+    core = PrefixCore(1000)
+    keep(core, KEPT)
+    assert told(core, (*KEPT, 1, 2, 3)) == Explanation(40, 40, None)
+    assert told(core, KEPT) == Explanation(39, 39, None)
+
+
+def test_nothing_that_begins_alike() -> None:
+    """An empty cache, and one of other prompts."""
+    core = PrefixCore(1000)
+    assert told(core, KEPT).reason == "nothing_kept"
+    keep(core, KEPT)
+    assert told(core, (5, 6, 7)) == Explanation(0, 0, "nothing_kept", after=(5, 6, 7))
+
+
+def test_a_state_of_other_adapters_is_named() -> None:
+    """It shares more, and cannot be used."""
+    core = PrefixCore(1000)
+    keep(core, KEPT, namespace=namespace_of("m", ("a",)))
+    keep(core, KEPT, 2, namespace="another model")
+    seen = told(core, (*KEPT, 1))
+    assert (seen.memory_tokens, seen.shared_tokens, seen.reason) == (0, 40, "adapters")
+    assert told(core, (*KEPT, 1), namespace=namespace_of("m", ("a",))).reason is None
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_state_that_cannot_be_cut_is_named(window: int) -> None:
+    """Recurrent states and turned rings serve at their own length only."""
+    core = PrefixCore(1000)
+    keep(core, KEPT[:10], 1, window=window)
+    keep(core, KEPT, 2, window=window)
+    seen = told(core, (*KEPT[:30], 1, 2), trim_window=window)
+    assert (seen.memory_tokens, seen.shared_tokens, seen.reason) == (10, 30, "uncuttable")
+    assert told(core, (*KEPT, 1, 2), trim_window=window).reason is None
+
+
+def test_a_state_past_its_threshold_is_named() -> None:
+    """Encoded for good, where a cold row would be plain."""
+    core = PrefixCore(1000)
+    keep(core, KEPT)
+    seen = told(core, (*KEPT[:10], 1, 2), trim_floor=16)
+    assert (seen.memory_tokens, seen.shared_tokens, seen.reason) == (0, 10, "threshold")
+    assert told(core, (*KEPT[:20], 1, 2), trim_floor=16).reason == "text"
+
+
+def test_a_state_that_had_to_go_is_named() -> None:
+    """Given up for room; as long as it is remembered."""
+    core = PrefixCore(60)
+    keep(core, KEPT, 1)
+    keep(core, tuple(range(500, 540)), 2)
+    seen = told(core, (*KEPT, 7))
+    assert (seen.memory_tokens, seen.shared_tokens, seen.reason) == (0, 40, "evicted")
+    for number in range(100):
+        keep(core, tuple(range(600 + number, 640 + number)), 3 + number)
+    assert told(core, (*KEPT, 7)).reason == "nothing_kept"
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
+
+
+@given(
+    kept=st.lists(prompts, max_size=6),
+    ids=prompts,
+    window=st.sampled_from((None, 0, 4)),
+    budget=st.integers(1, 40),
+)
+def test_what_is_told_is_what_a_lookup_finds(
+    kept: list[tuple[int, ...]], ids: tuple[int, ...], window: int | None, budget: int
+) -> None:
+    """Tokens served as told; never less shared than served; no reason where all is served."""
+    core = PrefixCore(budget)
+    for number, prompt in enumerate(kept):
+        keep(core, prompt, number, window=window)
+    seen = told(core, ids, trim_window=window)
+    hit = core.lookup(ids, "m", trim_window=window)
+    assert seen.memory_tokens == (0 if hit is None else hit.length)
+    assert seen.shared_tokens >= seen.memory_tokens
+    if seen.memory_tokens == len(ids) - 1:
+        assert seen.reason is None
+    if seen.reason == "uncuttable":
+        assert window is not None
+    if seen.reason == "text":
+        assert any(p[: seen.shared_tokens] == ids[: seen.shared_tokens] for p in kept)
+        assert ids[: seen.shared_tokens + 1] not in {p[: seen.shared_tokens + 1] for p in kept}
+
+
+async def note(runtime: Runtime, request: GenerationRequest) -> tuple[CacheNote | None, int]:
+    """What the usage says."""
+    _, end = await run(runtime, request)
+    assert isinstance(end, Finished)
+    await runtime.scheduler.copied()
+    return end.usage.cache, end.usage.cached_tokens
+
+
+async def test_a_request_that_asks_is_told(autojump_clock: trio.testing.MockClock) -> None:
+    """Cold, short and whole hits; texts as the tokenizer spells them; others are told nothing."""
+    async with company(prompt_cache_bytes=1000) as (runtime, _):
+        cold, _ = await note(runtime, ask(*KEPT, explain=True, session="me"))
+        assert cold == CacheNote(0, 0, 0, "nothing_kept", "", " 10 11 12 13 14 15 16 17", "")
+        short, cached = await note(
+            runtime, ask(*KEPT[:30], *range(300, 310), explain=True, session="me")
+        )
+        assert (cached, short) == (
+            30,
+            CacheNote(
+                30,
+                0,
+                30,
+                "text",
+                " 32 33 34 35 36 37 38 39",
+                " 300 301 302 303 304 305 306 307",
+                " 40 41 42 43 44 45 46 47",
+            ),
+        )
+        whole, cached = await note(runtime, ask(*KEPT, explain=True))
+        assert (cached, whole) == (39, CacheNote(39, 0, 39, None))
+        assert (await note(runtime, ask(*KEPT)))[0] is None
+
+
+async def test_a_recurrent_model_says_why(autojump_clock: trio.testing.MockClock) -> None:
+    """The chat before is further than what the two prompts share."""
+    model = ModelInfo("r", 1000, 4096, frozenset({0}), trim_window=0, namespace="r")
+    async with company(ScriptedDevice(model), prompt_cache_bytes=1000) as (runtime, _):
+        await note(runtime, ask(*KEPT))
+        seen, cached = await note(runtime, ask(*KEPT[:30], 1, 2, explain=True))
+        assert cached == 0
+        assert seen is not None
+        assert (seen.memory_tokens, seen.shared_tokens, seen.reason) == (0, 30, "uncuttable")
+
+
+@pytest.mark.parametrize(("header", "asked"), [("1", True), ("0", False), (None, False)])
+async def test_the_header_asks_and_the_usage_tells(header: str | None, asked: bool) -> None:
+    """``usage.cache`` is there for those who asked, and for nobody else."""
+    told_note = CacheNote(3, 2, 5, "text", "a", "b", "c") if asked else None
+    end = Finished(FinishReason.STOP, Usage(9, 1, 3, "batched", told_note))
+    runtime = ScriptedRuntime((end,))
+    client = create_app(runtime).test_client()
+    headers = {"Host": "127.0.0.1"} | ({} if header is None else {"X-Cache-Explain": header})
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+    usage = (await answer.get_json())["usage"]
+    assert runtime.requests[0].explain is asked
+    expected = {
+        "memory_tokens": 3,
+        "disk_tokens": 2,
+        "shared_tokens": 5,
+        "reason": "text",
+        "before": "a",
+        "after": "b",
+        "theirs": "c",
+    }
+    assert usage.get("cache") == (expected if asked else None)
