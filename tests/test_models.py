@@ -16,6 +16,7 @@ from tiny import EOS, FAMILIES, load_oracle, make_checkpoint
 
 from mlx_troupe.runtime.engine import models
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import has_kernels
 from mlx_troupe.runtime.errors import ModelError
 
 pytestmark = pytest.mark.mlx
@@ -193,3 +194,12 @@ def test_a_state_without_a_layout_is_named() -> None:
     assert kind.trim_window == 0
     assert "ChunkedKVCache" in kind.obstacle
     assert "KVCache," not in kind.obstacle
+
+
+def test_kernels_of_an_earlier_start_are_found(tmp_path: Path) -> None:
+    """Only a folder that holds compiled kernels saves a GPU's first start from compiling."""
+    assert not has_kernels(None)
+    assert not has_kernels(str(tmp_path / "nowhere"))
+    assert not has_kernels(str(tmp_path))
+    (tmp_path / "gather.ptx").touch()
+    assert has_kernels(str(tmp_path))

@@ -6,6 +6,8 @@ no rows and no steps.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +34,8 @@ from .needs import with_needs
 from .sampling import Sampler
 from .selfcheck import may_prefill_together
 from .states import States
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Parts:
 
 def load_parts(options: Options) -> Parts:
     """Load a model and see what it can do. Raises ModelError."""
+    if mx.cuda.is_available() and not has_kernels(os.environ.get("MLX_PTX_CACHE_DIR")):
+        log.warning("compiling kernels for this GPU: a minute or two, at the first start only")
     checkpoint = load_checkpoint(options.path, options.dtype, options.kv)
     model: Any = checkpoint.model
     if options.replay:
@@ -118,6 +124,11 @@ def described(parts: Parts, options: Options, layers: tuple[KVLayers, ...]) -> M
     per_token = sum(alike.layers * alike.bytes_per_token for alike in layers)
     info = replace(parts.info, kv_layers=layers, kv_bytes_per_token=per_token)
     return with_needs(info, parts.model, options.path, options.memory_budget)
+
+
+def has_kernels(folder: str | None) -> bool:
+    """Whether MLX left compiled CUDA kernels there at an earlier start."""
+    return folder is not None and any(Path(folder).glob("*.ptx"))
 
 
 def cannot_run(path: Path, error: Exception) -> ModelError:
