@@ -10,9 +10,11 @@ import numpy as np
 
 from mlx_troupe.runtime.spill.files import Files
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
-from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore, StoreStats
+from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 
 NAMESPACE = "model/0\nadapter"
+ODD = "odd"
+"""States of this namespace do not begin with those of their prefixes."""
 
 
 def entry(*ids: int, namespace: str = NAMESPACE, cuttable: bool = True) -> SpillEntry:
@@ -22,7 +24,7 @@ def entry(*ids: int, namespace: str = NAMESPACE, cuttable: bool = True) -> Spill
 
 def values(namespace: str, ids: tuple[int, ...], first: int, salt: int) -> np.ndarray:
     """What a layer holds of tokens [first, …): different for any other tokens or namespace."""
-    mix = sum(namespace.encode()) + salt
+    mix = sum(namespace.encode()) + salt + (len(ids) if namespace == ODD else 0)
     rows = [[sum(ids[: at + 1]) * 31 + mix, ids[at], at, mix] for at in range(first, len(ids))]
     return np.asarray(rows, np.uint32).astype(np.float32)
 
@@ -68,11 +70,6 @@ def folder_bytes(folder: Path) -> int:
 def faults(store: SpillStore) -> dict[str, int]:
     """Counted faults by code."""
     return dict(store.stats().faults)
-
-
-def tally(stats: StoreStats) -> tuple[int, int]:
-    """Entries and bytes."""
-    return stats.entries, stats.bytes
 
 
 class Ticks:

@@ -96,6 +96,10 @@ class Books:
         """As :meth:`SpillIndex.lookup`."""
         return self._index.lookup(ids, namespace, trim_floor)
 
+    def prefixes(self, ids: Sequence[int], namespace: str) -> tuple[FileKey, ...]:
+        """As :meth:`SpillIndex.prefixes`."""
+        return self._index.prefixes(ids, namespace)
+
     def add(self, key: FileKey, header: Header, parent: FileKey | None, used_ns: int) -> bool:
         """Enter a file; False if its parent is not here or is another one than it was written for.
 
@@ -253,6 +257,7 @@ class Books:
             at = None
             if slot.parent is not None and (above := self._slots.get(slot.parent)) is not None:
                 above.children -= 1
+                above.used_ns = max(above.used_ns, slot.used_ns)  # it was of use as long
                 if above.unwanted and not above.children and not above.pins:
                     at = above.key
         return tuple(gone)

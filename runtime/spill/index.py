@@ -89,6 +89,11 @@ class SpillIndex:
         entry, length = found
         return SpillHit(self._keys[entry], length, entry.length)
 
+    def prefixes(self, ids: Sequence[int], namespace: str) -> tuple[FileKey, ...]:
+        """Entries whose ids are a proper prefix of ``ids``, the longest first."""
+        tree = self._trees.get(namespace)
+        return () if tree is None else tuple(self._keys[entry] for entry in tree.prefixes(ids))
+
     def check_integrity(self) -> None:
         """Raise AssertionError, in words, where the trees and the lists disagree. For tests."""
         assert sum(map(len, self._trees.values())) == len(self._entries), "an entry is in no tree"

@@ -130,6 +130,11 @@ class Shelf:
         with self.lock:
             self.counts[name] += number
 
+    def count_fault(self, fault: SpillFault) -> None:
+        """Count one that nobody else hears of."""
+        with self.lock:
+            self.faults[fault.code] += 1
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count the fault that ends the block."""
@@ -139,8 +144,7 @@ class Shelf:
             except MemoryError as error:
                 raise NoMemory("no memory for a state") from error
         except SpillFault as fault:
-            with self.lock:
-                self.faults[fault.code] += 1
+            self.count_fault(fault)
             raise
 
     @contextmanager
@@ -174,8 +178,7 @@ class Shelf:
             except Absent:
                 continue
             except SpillFault as fault:
-                with self.lock:
-                    self.faults[fault.code] += 1
+                self.count_fault(fault)
                 self.reject(key, size, fault)
         for used_ns, key, header in sorted(found, key=lambda item: item[2].length):
             if not self.enter(key, header, used_ns):

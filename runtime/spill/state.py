@@ -181,6 +181,18 @@ class LayerShape(Protocol):
     def token_axis(self) -> tuple[int | None, ...]: ...
 
 
+def token_runs(array: HostArray, axis: int, start: int, stop: int) -> list[memoryview]:
+    """The stretches of bytes in which tokens [start, stop) lie, one for each outer index.
+
+    Behind one another they are the array's cut; nothing is copied.
+    """
+    view = memoryview(array.data)
+    token = prod(array.shape[axis + 1 :]) * ITEM_BYTES[array.dtype]
+    size = array.shape[axis] * token
+    outer = range(0, prod(array.shape[:axis]) * size, size) if size else ()
+    return [view[at + start * token : at + stop * token] for at in outer]
+
+
 def check_continues(before: LayerShape, after: LayerShape) -> None:
     """Raise StateMismatch unless ``after`` can be joined behind ``before``; contents do not matter.
 
@@ -210,8 +222,7 @@ def _cut_array(array: HostArray, axis: int | None, start: int, stop: int) -> Hos
     if axis is None or (start, stop) == (0, array.shape[axis]):
         return array
     shape = (*array.shape[:axis], stop - start, *array.shape[axis + 1 :])
-    token = _token_bytes(array, axis)
-    slices = [run[start * token : stop * token] for run in _runs(array, axis)]
+    slices = token_runs(array, axis, start, stop)
     return HostArray(array.dtype, shape, slices[0] if len(slices) == 1 else b"".join(slices))
 
 
@@ -233,19 +244,8 @@ def _join_arrays(parts: tuple[HostArray, ...], axis: int | None) -> HostArray:
     tokens = sum(part.shape[axis] for part in parts)
     last = parts[-1]
     shape = (*last.shape[:axis], tokens, *last.shape[axis + 1 :])
-    rows = zip(*(_runs(part, axis) for part in parts), strict=True)
+    rows = zip(*(token_runs(part, axis, 0, part.shape[axis]) for part in parts), strict=True)
     return HostArray(last.dtype, shape, b"".join(run for row in rows for run in row))
-
-
-def _runs(array: HostArray, axis: int) -> list[memoryview]:
-    """The stretches of bytes in which all tokens of one outer index lie."""
-    view = memoryview(array.data)
-    size = array.shape[axis] * _token_bytes(array, axis)
-    return [view[i * size : (i + 1) * size] for i in range(prod(array.shape[:axis]))]
-
-
-def _token_bytes(array: HostArray, axis: int) -> int:
-    return prod(array.shape[axis + 1 :]) * ITEM_BYTES[array.dtype]
 
 
 def _but(array: ArrayShape, axis: int) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ never changed, so the worst is a miss.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from .files import Files
 from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
 from .index import FileKey, SpillHit
+from .sharing import LONGEST_CHAIN, is_worth_sharing, starts_with
 from .shelf import Shelf
-from .state import HostState, StateMismatch, check_continues, join
+from .state import HostState, StateMismatch, check_continues, cut_tokens, join
+from .values import Restored, StoreStats
 
 
 def key_of(namespace: str, ids: Sequence[int]) -> FileKey:
@@ -50,53 +53,6 @@ class SpillEntry:
     def key(self) -> FileKey:
         """Its name."""
         return key_of(self.namespace, self.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A state that was read back, of exactly ``ids``; ``read_bytes`` came from the disk."""
-
-    state: HostState
-    ids: tuple[int, ...]
-    kind: Kind
-    cuttable: bool
-    read_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Live figures, and counters since the store was made.
-
-    Attributes:
-        entries: states that a lookup can find; dead_files: files of ours that serve nobody.
-        bytes: of all files; max_bytes: what they are held under, None = no cap.
-        longest_tokens: the longest state that would survive the process.
-        hits, misses: lookups.
-        saves: states written; bytes_written: bytes handed to the system, for nothing too.
-        loads: states read; bytes_read: of them.
-        evictions: files given up for room; drops: entries given up on request.
-        leftovers: temporary files removed; quarantined: damaged files set aside; orphans: deltas
-            removed because what they continue is gone.
-        faults: (code, how often) of all that went wrong, loads of missing entries included.
-    """
-
-    entries: int
-    dead_files: int
-    bytes: int
-    max_bytes: int | None
-    longest_tokens: int
-    hits: int
-    misses: int
-    saves: int
-    bytes_written: int
-    loads: int
-    bytes_read: int
-    evictions: int
-    drops: int
-    leftovers: int
-    quarantined: int
-    orphans: int
-    faults: tuple[tuple[str, int], ...]
 
 
 _COUNTS = (
@@ -171,17 +127,19 @@ class SpillStore:
     def save(self, entry: SpillEntry, state: HostState) -> int:
         """Write a state; returns the bytes once they are durable, 0 if it was here already.
 
-        A state with ``first`` > 0 is a delta behind the entry of the first ``first`` ids.
+        A state with ``first`` > 0 is a delta behind the entry of the first ``first`` ids. Of a
+        whole one, too, only what lies behind an earlier entry is written, if that is the state's
+        beginning to the byte.
         """
         with self._shelf.counted():
             header = self._header(entry, state)
             self._shelf.sync()
             if self._renew(entry.key, header):
                 return 0
-            parent = key_of(entry.namespace, entry.ids[: state.first]) if state.first else None
-            with self._shelf.pinned(parent) as above:
-                if parent is not None:
-                    header = self._continue(above, header, state)
+            with self._parent(entry, state) as above:
+                if above:
+                    state = cut_tokens(state, above[-1].length, state.length)
+                    header = self._continue(above[-1], header, state)
                 made = draft(header, state)
                 with self._shelf.room(made.header.size):
                     self._write(entry.key, made)
@@ -263,18 +221,47 @@ class SpillStore:
         assert header is not None, "a chain has a first file"
         return header, parts
 
-    def _continue(self, above: tuple[Slot, ...], header: Header, state: HostState) -> Header:
-        """The header of a delta, after a look at the file that it continues."""
-        if not above:
-            raise Unfit(f"there is no state of the first {state.first} tokens")
+    @contextmanager
+    def _parent(self, entry: SpillEntry, state: HostState) -> Iterator[tuple[Slot, ...]]:
+        """The files that a state continues, pinned; none for one that is written whole."""
+        if state.first:
+            key = key_of(entry.namespace, entry.ids[: state.first])
+            with self._shelf.pinned(key) as above:
+                if not above:
+                    raise Unfit(f"there is no state of the first {state.first} tokens")
+                yield above
+            return
+        namespace = namespace_digest(entry.namespace)
+        with self._shelf.lock:
+            longest = self._shelf.books.prefixes(entry.ids, namespace)[:1]
+        with self._shelf.pinned(next(iter(longest), None)) as above:
+            yield above if self._begins(state, above) else ()
+
+    def _begins(self, state: HostState, chain: tuple[Slot, ...]) -> bool:
+        """Whether a whole state begins, to the byte, with what these files hold."""
+        if not 0 < len(chain) < LONGEST_CHAIN or not is_worth_sharing(state, chain[-1].length):
+            return False
         try:
-            parent = self._folder.header(above[-1].key)
+            return starts_with(state, map(self._look, chain))
         except SpillFault as fault:
-            self._shelf.reject(above[-1].key, above[-1].size, fault)
+            self._shelf.count_fault(fault)
+            return False
+
+    def _look(self, slot: Slot) -> Header:
+        """The header of the very file in the books. Raises SpillFault."""
+        try:
+            header = self._folder.header(slot.key)
+        except SpillFault as fault:
+            self._shelf.reject(slot.key, slot.size, fault)
             raise
-        if parent.digest != above[-1].digest:
-            self._shelf.forget(above[-1].key)
+        if header.digest != slot.digest:
+            self._shelf.forget(slot.key)
             raise Unfit("the file of the state to be continued was replaced")
+        return header
+
+    def _continue(self, above: Slot, header: Header, state: HostState) -> Header:
+        """The header of a delta, after a look at the file that it continues."""
+        parent = self._look(above)
         if len(parent.layers) != len(state.layers):
             raise Unfit(f"{len(state.layers)} layers behind {len(parent.layers)}")
         try:
@@ -282,7 +269,7 @@ class SpillStore:
                 check_continues(before, after)
         except StateMismatch as error:
             raise Unfit(str(error)) from error
-        return replace(header, parent=parent.digest)
+        return replace(header, first=state.first, parent=parent.digest)
 
     def _write(self, key: FileKey, made: Draft) -> None:
         try:

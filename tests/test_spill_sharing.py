@@ -1,0 +1,127 @@
+"""Of a state that begins with one on disk only the rest is written, and only if it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from spill_rig import NAMESPACE, ODD, entry, entry_files, faults, opened, state
+
+from mlx_troupe.runtime.spill.sharing import LONGEST_CHAIN
+from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState, nbytes
+from mlx_troupe.runtime.spill.store import SpillEntry
+
+IDS = tuple(range(1000, 1400))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_chat_that_grows_is_written_once(tmp_path: Path, recurrent: bool) -> None:
+    """Each turn costs its own tokens, and every turn can be had after a restart."""
+    store = opened(tmp_path)
+    turns = [entry(*IDS[:length]) for length in (100, 150, 260, 400)]
+    sizes = [store.save(turn, state(turn, recurrent=recurrent)) for turn in turns]
+    store.check_integrity()
+    store = opened(tmp_path)
+    for turn in turns:
+        assert store.load(turn.key).state == state(turn, recurrent=recurrent)
+    alone = opened(tmp_path / "else").save(turns[-1], state(turns[-1], recurrent=recurrent))
+    assert sum(sizes) < 1.4 * alone
+    assert sizes[1] < sizes[0] < sizes[2] + sizes[3]
+
+
+def test_chats_share_their_system_prompt(tmp_path: Path) -> None:
+    """Branches lie behind one file; it stays until the last of them goes."""
+    store = opened(tmp_path)
+    system = entry(*IDS[:200])
+    size = store.save(system, state(system))
+    chats = [entry(*IDS[:200], *range(n, n + 30)) for n in (1, 50, 99)]
+    for chat in chats:
+        assert store.save(chat, state(chat)) < size / 2
+    store.drop(system.key)
+    for chat in chats:
+        assert store.load(chat.key).state == state(chat)
+        store.drop(chat.key)
+    assert not entry_files(tmp_path)
+
+
+def test_a_state_with_other_bits_is_written_whole(tmp_path: Path) -> None:
+    """The same tokens computed in another way are not mixed with what was kept."""
+    store = opened(tmp_path)
+    short, long = (entry(*IDS[:n], namespace=ODD) for n in (100, 120))
+    store.save(short, state(short))
+    assert store.save(long, state(long)) > len(IDS[:120]) * 48
+    for made in (short, long):
+        found = store.load(made.key)
+        assert found.state == state(made)
+    assert found.read_bytes == entry_files(tmp_path)[-1].stat().st_size
+
+
+def test_one_bit_in_one_head_is_enough(tmp_path: Path) -> None:
+    """The comparison sees every byte of the shared tokens."""
+    made, longer = entry(*IDS[:8]), entry(*IDS[:12])
+    right = state(longer)
+    layer = right.layers[0]
+    size = len(layer.arrays[0].data)
+    for at in (0, size // 2 - 1, size // 2 - 64, size // 2, size - 65):
+        keys = bytearray(layer.arrays[0].data)
+        keys[at] ^= 1
+        bent = HostArray("float32", layer.arrays[0].shape, bytes(keys))
+        odd = HostLayer(layer.kind, layer.meta, (bent, layer.arrays[1]), layer.token_axis)
+        store = opened(tmp_path / str(at))
+        store.save(made, state(made))
+        other = HostState(right.length, (odd,))
+        store.save(longer, other)
+        assert store.load(longer.key).state == other
+        shared = at in (size // 2 - 1, size // 2 - 64)  # tokens behind the earlier state
+        assert (store.load(longer.key, upto=1).ids == made.ids) == shared
+
+
+def test_a_state_without_tokens_to_share_stands_alone(tmp_path: Path) -> None:
+    """Recurrent states and rings would only depend on a file that spares them nothing."""
+    store = opened(tmp_path)
+    layer = HostLayer("arrays", (), (HostArray("uint8", (900,), bytes(900)),), (None,))
+    for length in (2, 4):
+        store.save(entry(*IDS[:length]), HostState(length, (layer,)))
+    assert store.load(entry(*IDS[:4]).key, upto=1).ids == IDS[:4]
+
+
+def test_behind_a_damaged_file_a_state_is_written_whole(tmp_path: Path) -> None:
+    """The save goes through; the damage is counted and set aside."""
+    store = opened(tmp_path)
+    short, long = entry(*IDS[:100]), entry(*IDS[:120])
+    store.save(short, state(short))
+    path = entry_files(tmp_path)[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.save(long, state(long)) > 0
+    assert faults(store) == {"corrupt": 1}
+    assert store.load(long.key).state == state(long)
+    assert not store.has(short.key)
+
+
+def test_a_chain_does_not_grow_for_ever(tmp_path: Path) -> None:
+    """After so many files a state is written whole, and its chain starts anew."""
+    store = opened(tmp_path)
+    made: SpillEntry | None = None
+    for length in range(1, LONGEST_CHAIN + 5):
+        made = entry(*IDS[:length])
+        store.save(made, state(made))
+    assert made is not None
+    found = store.load(made.key)
+    assert found.state == state(made)
+    files = {path.stat().st_size for path in entry_files(tmp_path)[-4:]}
+    assert found.read_bytes <= 4 * max(files)
+    assert store.lookup((*IDS[:30], 0), NAMESPACE).length == 30
+
+
+def test_checkpoints_of_a_long_answer_cost_little_more_than_its_state(tmp_path: Path) -> None:
+    """8,192 tokens, saved every 256: at most 1.2 times the bytes that the answer made."""
+    store = opened(tmp_path)
+    ids = tuple(range(8192))
+    width = 512
+    for length in range(256, 8193, 256):
+        keys = b"".join(n.to_bytes(4, "little") * (width // 4) for n in range(length))
+        layer = HostLayer("plain", (), (HostArray("uint8", (length, width), keys),), (0,))
+        whole = HostState(length, (layer,))
+        store.save(SpillEntry("model", ids[:length], "partial", True), whole)
+    assert store.load(SpillEntry("model", ids, "partial", True).key).state == whole
+    assert store.stats().bytes_written <= 1.2 * nbytes(whole)
