@@ -240,7 +240,11 @@ class GpuActor:
             ):
                 self._asked[reply] = number = next(self._numbers)
                 self._watchdog.expect(number, self._prefill_timeout)
-            case Settle() | Release():
+            case Release():
+                if not math.isfinite(self._last_step):
+                    # States that leave memory while nothing runs give it back, too.
+                    self._last_step = trio.current_time()
+            case Settle():
                 pass
             case _:
                 assert_never(command)

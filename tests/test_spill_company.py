@@ -293,6 +293,8 @@ async def test_idle_states_that_are_on_the_disk_leave_memory(autojump_clock) -> 
     """And come back when they are asked for."""
     disk = ScriptedDisk()
     async with company(disk=disk, ssd_demote_idle=300.0) as (runtime, device):
+        rested: list[float] = []
+        device.idle = lambda: rested.append(trio.current_time())  # type: ignore[method-assign]
         await cached(runtime, *LONG)
         await trio.sleep(200)
         assert len(runtime.cache.core) == 1
@@ -300,6 +302,7 @@ async def test_idle_states_that_are_on_the_disk_leave_memory(autojump_clock) -> 
         assert len(runtime.cache.core) == 0
         assert not device.snapshots
         assert figures(runtime)["demotions"] == 1
+        assert rested[-1] > 300, "their memory went back to the system"
         assert await cached(runtime, *LONG) == len(LONG) - 1
 
 
