@@ -2,7 +2,7 @@
 
 The axes and their values, the pairs that are refused and in which words, and a generator of cases
 that has every pair of values in it. ``python tests/matrix.py`` writes README's table from them.
-Runs no model; ``composition_rig`` turns the names into requests.
+Runs no model; ``composition_values`` says what the names stand for.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from composition_rig import KV, Company, Model, Verdict, compare, make_model
+from composition_check import Verdict, compare
+from composition_rig import Company
+from composition_values import KV, Model, make_model
 from matrix import (
     AXES,
     BYPASSED,
