@@ -7,6 +7,7 @@ client goes away, in both modes.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 import uuid
@@ -23,6 +24,7 @@ from .connection import request_stack
 from .guards import check_json_headers
 from .sse import ChunkShape, EventStream, stream_response
 from .wire.parsing import parse_json
+from .wire.resuming import Cursor, position_in, ticket_in
 from .wire.session import session_in
 
 if TYPE_CHECKING:
@@ -73,10 +75,10 @@ async def answer_call(
     call = await _read_call(edge, parse)
     started = time.perf_counter()
 
-    def shape() -> AnswerShape:
+    def shape(generation: GenerationLike) -> AnswerShape:
         return make_shape(
-            id=f"{id_prefix}-{uuid.uuid4().hex}",
-            created=int(time.time()),
+            id=f"{id_prefix}-{_answer_id(call)}",
+            created=generation.created,
             model=edge.model_name,
             include_usage=call.include_usage,
         )
@@ -85,7 +87,7 @@ async def answer_call(
         return await _stream(edge, route, call, started, shape)
     async with edge.runtime.generate(call.request) as generation:
         with edge.metrics.measure(route, started) as meter:
-            answer = await _collect(generation, meter, shape())
+            answer = await _collect(generation, meter, shape(generation))
     return with_warnings(json_response(answer), generation.warnings)
 
 
@@ -113,20 +115,42 @@ async def _read_call(
         call = parse(parse_json(body), model)
     else:
         call = await trio.to_thread.run_sync(lambda: parse(parse_json(body), model))
-    session = call.request.session or session_in(request.headers.get)
+    header = request.headers.get
+    session = call.request.session or session_in(header)
+    ticket = ticket_in(header, call.stream_name, call.restarts) if call.stream else None
     explain = request.headers.get("x-cache-explain") == "1"
-    return replace(call, request=replace(call.request, session=session, explain=explain))
+    asked = replace(call.request, session=session, explain=explain, ticket=ticket)
+    return replace(call, request=asked)
 
 
 async def _stream(
-    edge: Edge, route: str, call: Call, started: float, shape: Callable[[], AnswerShape]
+    edge: Edge,
+    route: str,
+    call: Call,
+    started: float,
+    shape: Callable[[GenerationLike], AnswerShape],
 ) -> Response:
     stack = request_stack()
+    ticket = call.request.ticket
+    read = None if ticket is None else position_in(request.headers.get)
     generation = await stack.enter_async_context(edge.runtime.generate(call.request))
     meter = stack.enter_context(edge.metrics.measure(route, started))
     keepalive = edge.settings.keepalive_interval
-    response = stream_response(EventStream(generation, shape(), meter, stack, keepalive))
+    cursor = None if ticket is None else Cursor(read if generation.resumed else None)
+    body = EventStream(generation, shape(generation), meter, stack, keepalive, cursor)
+    response = stream_response(body)
+    if ticket is not None:
+        response.headers["X-Request-Id"] = ticket.name
+        response.headers["X-Stream-Resumed"] = "true" if generation.resumed else "false"
     return with_warnings(response, generation.warnings)
+
+
+def _answer_id(call: Call) -> str:
+    """The same for every connection to a stream with a name, across restarts too."""
+    ticket = call.request.ticket
+    if ticket is None:
+        return uuid.uuid4().hex
+    return hashlib.sha256(ticket.name.encode()).hexdigest()[:32]
 
 
 async def _collect(generation: GenerationLike, meter: Meter, shape: AnswerShape) -> msgspec.Struct:

@@ -45,6 +45,16 @@ class GenerationLike(Protocol):
         """What the client asked for and does not get, in words."""
         ...
 
+    @property
+    def created(self) -> int:
+        """When the answer was begun, in Unix seconds."""
+        ...
+
+    @property
+    def resumed(self) -> bool:
+        """Its events are, from the first one, those of an answer that the client has read of."""
+        ...
+
     async def next_event(self) -> GenerationEvent:
         """Wait for the next event; never called again after a terminal one.
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from .metrics import Meter
     from .seams import GenerationLike
+    from .wire.resuming import Cursor, Position
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,10 @@ class ChunkShape(Protocol):
         ...
 
 
-def event(payload: bytes) -> bytes:
-    """One event of one line; JSON never holds a raw line break."""
-    return b"data: " + payload + b"\n\n"
+def event(payload: bytes, position: Position | None = None) -> bytes:
+    """One event of one line, with an id if it has a position; JSON never holds a raw line break."""
+    head = b"" if position is None else f"id: {position}\n".encode()
+    return head + b"data: " + payload + b"\n\n"
 
 
 class EventStream(ResponseBody):
@@ -68,7 +70,8 @@ class EventStream(ResponseBody):
 
     Chunks come in the order opening, deltas, closing, trailer, ``[DONE]``; an answer that fails
     ends with one error event instead and no ``[DONE]``. The generation lives on ``stack``, which
-    is unwound as soon as the body ends.
+    is unwound as soon as the body ends. With a ``cursor`` events have ids, and those that the
+    client has read are left out.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EventStream(ResponseBody):
         meter: Meter,
         stack: AsyncExitStack,
         keepalive: float,
+        cursor: Cursor | None = None,
     ) -> None:
         self._generation = generation
         self._shape = shape
@@ -87,9 +91,10 @@ class EventStream(ResponseBody):
         # Holds one frame between calls: full cannot happen, a frame is made only when it is empty.
         self._frames: deque[bytes] = deque(maxlen=1)
         self._ended = False
+        self._cursor = cursor
         opening = shape.opening()
-        if opening is not None:
-            self._frames.append(event(msgspec.json.encode(opening)))
+        if opening is not None and (cursor is None or cursor.opens):
+            self._frames.append(self._event(opening))
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,7 +120,9 @@ class EventStream(ResponseBody):
     async def _next_frame(self) -> bytes:
         try:
             with trio.move_on_after(self._keepalive):
-                return self._render(await self._generation.next_event())
+                while not (frame := self._render(await self._generation.next_event())):
+                    pass
+                return frame
         except Exception as error:
             return self._render_error(error)
         return KEEPALIVE
@@ -124,7 +131,7 @@ class EventStream(ResponseBody):
         self._meter.saw(happened)
         match happened:
             case TextDelta():
-                return event(msgspec.json.encode(self._shape.delta(happened)))
+                return self._render_text(happened)
             case Finished():
                 self._ended = True
                 return self._render_end(happened)
@@ -134,11 +141,27 @@ class EventStream(ResponseBody):
                 assert_never(happened)
 
     def _render_end(self, finished: Finished) -> bytes:
-        frames = [event(msgspec.json.encode(self._shape.closing(finished)))]
-        trailer = self._shape.trailer(finished.usage)
-        if trailer is not None:
-            frames.append(event(msgspec.json.encode(trailer)))
+        last = (self._shape.closing(finished), self._shape.trailer(finished.usage))
+        frames = [
+            self._event(chunk)
+            for stage, chunk in enumerate(last, 1)
+            if chunk is not None and (self._cursor is None or self._cursor.reach(stage))
+        ]
         return b"".join((*frames, DONE))
+
+    def _render_text(self, delta: TextDelta) -> bytes:
+        """The event of what the client has not read; nothing where it has read all of it."""
+        if self._cursor is None:
+            return self._event(self._shape.delta(delta))
+        read, unread = self._cursor.split(delta)
+        if read is not None:
+            # The shape counts what it has written.
+            self._shape.delta(read)
+        return b"" if unread is None else self._event(self._shape.delta(unread))
+
+    def _event(self, chunk: msgspec.Struct) -> bytes:
+        position = None if self._cursor is None else self._cursor.position
+        return event(msgspec.json.encode(chunk), position)
 
     def _render_error(self, error: Exception) -> bytes:
         self._ended = True

@@ -68,6 +68,8 @@ class ScriptedGeneration:
     """Plays a script; an exception in it is raised where it stands."""
 
     prompt_tokens = USAGE.prompt_tokens
+    created = 1_700_000_000
+    resumed = False
 
     def __init__(self, script: Script, warnings: tuple[str, ...] = ()) -> None:
         self.warnings = warnings

@@ -132,6 +132,15 @@ to two minutes."""
     help="The same for all that the model takes: weights, prompts and state, by estimate. Unset: "
     "no limit, and nothing is refused for its size.",
 )
+@click.option(
+    "--stream-grace",
+    metavar="SECONDS",
+    type=Number(min=0),
+    default=30.0,
+    show_default=True,
+    help="How long an answer that is streamed under a request_id goes on after its client was "
+    "cut, waiting for it to come back; 0 ends it at once, to be gone on with from there.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Cap on every answer, in tokens.")
 @sampling_options
 @hlg_options
@@ -192,6 +201,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         prompt_cache_bytes=int(flags["prompt_cache"] * GIB),
         kv_budget_bytes=decimal_bytes(flags["kv_budget"]),
         memory_budget_bytes=decimal_bytes(flags["memory_budget"]),
+        stream_grace=flags["stream_grace"],
         max_tokens=flags["max_tokens"],
         temperature=flags["temperature"],
         top_p=flags["top_p"],

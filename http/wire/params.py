@@ -24,6 +24,7 @@ from mlx_troupe.runtime.requests import GenerationRequest, HlgRequest, Prompt, S
 
 from .adapters import to_adapters
 from .parsing import INT64
+from .resuming import MAX_NAME
 from .session import session_of
 from .structured import StructuredParams, to_grammar
 
@@ -32,6 +33,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0)]
 Nats = Annotated[float, Meta(ge=0, le=100)]
 
@@ -82,15 +84,24 @@ class GenerationParams(StructuredParams, kw_only=True):
     adapters: str | list[str] | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
+    request_id: Name | None = None
+    restart: bool | None = None
+    resume_key: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One parsed API call."""
+    """One parsed API call.
+
+    ``stream_name`` and ``restarts`` are what the body says of a stream to come back to; the
+    headers have a say too (``resuming.py``).
+    """
 
     request: GenerationRequest
     stream: bool
     include_usage: bool
+    stream_name: str | None = None
+    restarts: bool = False
 
 
 def to_call(
@@ -113,12 +124,15 @@ def to_call(
         adapters=to_adapters(params.adapter, params.adapters),
         grammar=to_grammar(params),
         logprobs=logprobs,
+        resume_key=params.resume_key,
         session=session_of(params.session_id, params.prompt_cache_key),
     )
     return Call(
         request=request,
         stream=bool(params.stream),
         include_usage=options is not None and bool(options.include_usage),
+        stream_name=params.request_id,
+        restarts=bool(params.restart),
     )
 
 
