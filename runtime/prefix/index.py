@@ -47,6 +47,8 @@ class PrefixCore:
         self._closed: dict[SnapshotId, Entry] = {}
         self._leases: dict[LeaseId, Entry] = {}
         self._gone = Gone()
+        self._kinds: Counter[Kind] = Counter()
+        self._sessions: Counter[str] = Counter()
         self._clock = count(1)
         self._counts: Counter[str] = Counter()
 
@@ -194,12 +196,14 @@ class PrefixCore:
 
     def close_session(self, session: str) -> bool:
         """Nobody goes on with this chat: what only it used goes first. False if it is not known."""
-        entries = [entry for entry in self._by_use.values() if entry.session == session]
-        for entry in entries:
-            entry.session = None
-            if not entry.shared:
-                self._closed[entry.snapshot] = entry
-        return bool(entries)
+        if self._sessions.pop(session, 0) == 0:
+            return False
+        for entry in self._by_use.values():
+            if entry.session == session:
+                entry.session = None
+                if not entry.shared:
+                    self._closed[entry.snapshot] = entry
+        return True
 
     def clear(self) -> tuple[SnapshotId, ...]:
         """Forget all entries; leased states follow when their lease ends."""
@@ -216,7 +220,7 @@ class PrefixCore:
 
     def stats(self) -> PrefixStats:
         """Live figures and counters; cheap enough for every scrape."""
-        kinds = Counter(entry.kind for entry in self._by_use.values())
+        kinds = self._kinds
         return PrefixStats(
             entries=len(self),
             prompt_entries=kinds["prompt"],
@@ -232,7 +236,7 @@ class PrefixCore:
             refused=self._counts["refused"],
             evictions=self._counts["evictions"],
             evicted_tokens=self._counts["evicted_tokens"],
-            sessions=len({entry.session for entry in self._by_use.values()} - {None}),
+            sessions=len(self._sessions),
             tokens_reused=self._counts["tokens_reused"],
         )
 
@@ -270,8 +274,16 @@ class PrefixCore:
         entry.used = next(self._clock)
         tree.insert(ids, entry)
         self._by_use[entry.snapshot] = entry
+        self._count(entry, 1)
         self._bytes += entry.nbytes
         self._counts["puts"] += 1
+
+    def _count(self, entry: Entry, by: int) -> None:
+        self._kinds[entry.kind] += by
+        if entry.session is not None:
+            self._sessions[entry.session] += by
+            if not self._sessions[entry.session]:
+                del self._sessions[entry.session]
 
     def _touch(self, entry: Entry) -> None:
         entry.used = next(self._clock)
@@ -331,6 +343,7 @@ class PrefixCore:
                 del self._trees[entry.namespace]
             del self._by_use[entry.snapshot]
             self._closed.pop(entry.snapshot, None)
+            self._count(entry, -1)
             self._detached[entry.snapshot] = entry
             if entry.leases == 0:
                 free.append(self._release(entry))
@@ -360,6 +373,10 @@ class PrefixCore:
         ages = [entry.used for entry in self._by_use.values()]
         assert ages == sorted(set(ages)), "the order of use is not by use"
         assert all(self._by_use.get(s) is e for s, e in self._closed.items()), "closed and gone"
+        entries = self._by_use.values()
+        assert self._kinds == Counter(e.kind for e in entries), "kinds are miscounted"
+        sessions = Counter(e.session for e in entries if e.session is not None)
+        assert self._sessions == sessions, "sessions are miscounted"
         for snapshot, entry in self._by_use.items():
             assert entry.snapshot == snapshot, "an entry is filed under another snapshot"
             assert entry in self._trees[entry.namespace], "an entry is in no tree"
