@@ -20,7 +20,7 @@ from mlx_troupe.runtime.errors import StateRefused, Unavailable
 from mlx_troupe.runtime.prefix.entries import adapters_of
 from mlx_troupe.runtime.spill.faults import SpillFault
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
-from mlx_troupe.runtime.spill.state import HostLayer, HostState
+from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
 from .disk import Disk, OnDisk
 from .gpu import GpuView
@@ -35,6 +35,7 @@ QUEUE_BYTES = 2 << 30
 """Bytes of states that may wait to be written; one more is dropped and counted."""
 SLICE_BYTES = 8 << 20
 """How much of a state leaves the device at a time, in whole layers."""
+ALL_LAYERS = 1 << 20
 BUSY_EXPORT_RATE = 256 << 20
 """Bytes a second that leave the device while rows run, so that copies cost steps a few per cent."""
 BUSY_REST = 4.0
@@ -251,6 +252,8 @@ class SpillActor:
         self.queue.exported()
         self._release()
         await self._after_restores()
+        if not self.queue.may_write(_file_bytes(state), trio.current_time()):
+            return
         try:
             written = await self._disk.save(candidate, state)
         except SpillFault as fault:
@@ -262,7 +265,9 @@ class SpillActor:
 
     async def _export(self, candidate: Candidate) -> HostState:
         layers: list[HostLayer] = []
-        count = 1
+        model = self._view.model
+        # A CPU copies nothing to let bytes go, so it need not be asked between many steps.
+        count = 1 if model is None or model.launches_ahead else ALL_LAYERS
         while True:
             await self._after_restores()
             reply: Reply[tuple[HostLayer, ...]] = Reply()
@@ -334,3 +339,8 @@ class SpillActor:
         if kind not in self._told:
             self._told.add(kind)
             log.warning("SSD cache: %s", words)
+
+
+def _file_bytes(state: HostState) -> int:
+    """At most what a file of a state takes: its arrays, its ids, and what is said of each array."""
+    return nbytes(state) + 8 * state.length + 1024 * (1 + len(state.layers))

@@ -102,6 +102,20 @@ def test_no_hour_sees_more_bytes_written_than_its_budget() -> None:
     assert q.take(HOUR) is not None
 
 
+def test_a_state_that_takes_more_than_it_seemed_to_is_not_written_beyond_the_budget() -> None:
+    """The budget is asked again when the size is known."""
+    q = queue(budget=25)
+    q.offer(state(1, 1), 0)
+    q.take(0)
+    q.exported()
+    assert not q.may_write(26, 0)
+    assert (len(q), q.counts["over_budget"]) == (0, 1)
+    q.offer(state(2, 2), 0)
+    q.take(0)
+    assert q.may_write(25, 0)
+    assert len(q) == 1
+
+
 def test_the_second_half_of_a_budget_is_for_states_that_are_asked_for_again() -> None:
     """A state is refused once, and remembered by its ids, whatever its snapshot is."""
     q = queue(budget=15)

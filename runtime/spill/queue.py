@@ -195,6 +195,13 @@ class SaveQueue:
         hand.on_device = False
         self._disown(hand.candidate)
 
+    def may_write(self, nbytes: int, now: float) -> bool:
+        """Whether the budget has room for what the state in hand really takes; else it is out."""
+        if self.budget.allows(nbytes, now):
+            return True
+        self._end("over_budget")
+        return False
+
     def written(self, nbytes: int, now: float) -> None:
         """The state in hand is on the disk, at the cost of ``nbytes`` written."""
         self.budget.charge(nbytes, now)

@@ -1,0 +1,242 @@
+"""The SSD tier on the starter model: a restart, decode beside writes, a thousand prompts.
+
+    .venv/bin/python bench/ssd.py restart [--tokens 4000]
+    .venv/bin/python bench/ssd.py decode [--seconds 40]
+    .venv/bin/python bench/ssd.py caps [--prompts 1000]
+
+``restart``: first token of a prompt cold, from memory, and after a restart from the disk.
+``decode``: tokens a second of one stream, with windows in which the spill actor writes states of
+2,000 tokens without end between windows in which it is idle. ``caps``: distinct prompts through
+200 MB of memory and 1 GB of disk; what both hold meanwhile, and what is left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import trio
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rig
+
+rig.ready()
+
+from serve import starter  # noqa: E402
+
+from mlx_troupe.actors.desk import SpillDesk  # noqa: E402
+from mlx_troupe.actors.disk import FolderDisk, folder_disk  # noqa: E402
+from mlx_troupe.actors.figures import resident_bytes  # noqa: E402
+from mlx_troupe.actors.spill_messages import Save  # noqa: E402
+from mlx_troupe.actors.system import Runtime, open_runtime  # noqa: E402
+from mlx_troupe.runtime.requests import (  # noqa: E402
+    Finished,
+    GenerationRequest,
+    SamplingRequest,
+    TextDelta,
+    TokenPrompt,
+)
+from mlx_troupe.runtime.settings import Settings  # noqa: E402
+from mlx_troupe.runtime.spill.queue import Candidate  # noqa: E402
+from mlx_troupe.runtime.spill.state import HostState  # noqa: E402
+from mlx_troupe.runtime.spill.store import key_of  # noqa: E402
+
+MB = 10**6
+
+
+def ids(length: int, seed: int) -> tuple[int, ...]:
+    """Ids of ordinary tokens."""
+    draw = random.Random(seed)
+    return tuple(draw.randrange(1000, 40_000) for _ in range(length))
+
+
+async def ask(runtime: Runtime, prompt: tuple[int, ...], tokens: int = 1) -> tuple[float, int]:
+    """Seconds to the first event of a greedy answer, and how much of the prompt was cached."""
+    request = GenerationRequest(
+        TokenPrompt(prompt), SamplingRequest(temperature=0.0), max_tokens=tokens
+    )
+    began = time.perf_counter()
+    first: float | None = None
+    async with runtime.generate(request) as generation:
+        while True:
+            event = await generation.next_event()
+            first = first or time.perf_counter() - began
+            if isinstance(event, Finished):
+                return first, event.usage.cached_tokens
+            if not isinstance(event, TextDelta):
+                raise RuntimeError(f"a request failed: {event}")
+
+
+def ssd(runtime: Runtime) -> dict[str, Any]:
+    """``/stats.ssd_cache``."""
+    block = runtime.stats()["ssd_cache"]
+    assert isinstance(block, dict)
+    return block
+
+
+async def restart(settings: Settings, options: argparse.Namespace) -> None:
+    """Cold, from memory, and from the disk."""
+    prompt = ids(options.tokens, 1)
+    async with open_runtime(settings) as runtime:
+        await runtime.wait_ready()
+        await ask(runtime, ids(300, 2))
+        cold, _ = await ask(runtime, prompt)
+        warm, _ = await ask(runtime, prompt)
+        report = await runtime.flush_cache(120)
+    print(f"flushed in {report.seconds:.2f} s, durable: {report.durable}")
+    async with open_runtime(settings) as runtime:
+        await runtime.wait_ready()
+        await ask(runtime, ids(300, 3))
+        again, cached = await ask(runtime, prompt)
+        took = ssd(runtime)["restore_ms_last"]
+    print(f"first token: cold {cold:.3f} s, memory {warm:.3f} s, disk {again:.3f} s")
+    print(f"disk {cold / again:.1f} × sooner than cold; restore {took} ms; {cached} tokens cached")
+
+
+class Rewriting(FolderDisk):
+    """Writes the same states again and again."""
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Nothing is ever enough."""
+        return False
+
+    async def save(self, candidate: Candidate, state: HostState) -> int:
+        """Write a state anew."""
+        self._store.drop(key_of(candidate.namespace, candidate.ids))
+        return await super().save(candidate, state)
+
+
+async def decode(settings: Settings, options: argparse.Namespace) -> None:
+    """One stream; windows of two seconds with and without writes, in turn."""
+    plain = folder_disk(settings)
+    assert plain is not None
+    disk = Rewriting(plain._store)
+    async with open_runtime(settings, disk=disk) as runtime:
+        await runtime.wait_ready()
+        for seed in range(4):
+            await ask(runtime, ids(2000, seed))
+        await runtime.flush_cache(60)
+        tier, desk = runtime.cache._tier, runtime._ssd
+        assert tier is not None
+        states = [kept.candidate for kept in tier._kept.values()]
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, runtime, ids(100, 9), 100_000)
+            await trio.sleep(3)
+            wrote = ssd(runtime)["bytes_written"]
+            for window in range(int(options.seconds / 2)):
+                writing = window % 4 in (1, 2)
+                rates[writing].append(await rate(runtime, desk, states if writing else []))
+            wrote = ssd(runtime)["bytes_written"] - wrote
+            nursery.cancel_scope.cancel()
+    idle, busy = (statistics.median(rates[key]) for key in (False, True))
+    seconds = 2 * len(rates[True])
+    print(f"idle {idle:.1f}, beside writes {busy:.1f} tokens/s: {busy / idle:.3f} ×")
+    print(f"{wrote / MB / seconds:.0f} MB/s written meanwhile")
+
+
+async def rate(runtime: Runtime, desk: SpillDesk, states: list[Candidate]) -> float:
+    """Tokens a second over two seconds, with these states always waiting to be written."""
+    for state in states:
+        desk._mailbox.post(Save(state))
+    if not states:
+        # What the window before left is written first.
+        await runtime.flush_cache(30)
+    made, began = made_by(runtime), time.perf_counter()
+    while time.perf_counter() < began + 2:
+        await trio.sleep(0.02)
+        if len(desk._queue) < 2:
+            for state in states:
+                desk._mailbox.post(Save(state))
+    return (made_by(runtime) - made) / (time.perf_counter() - began)
+
+
+def made_by(runtime: Runtime) -> int:
+    """Tokens generated so far."""
+    return runtime.scheduler.core.stats().generated_tokens
+
+
+async def caps(settings: Settings, options: argparse.Namespace) -> None:
+    """Many prompts through two small tiers."""
+    settings = replace(
+        settings,
+        prompt_cache_bytes=200 * MB,
+        ssd_cache_max_bytes=1000 * MB,
+        ssd_write_budget_bytes=options.budget * MB if options.budget else None,
+    )
+    assert settings.ssd_cache is not None
+    most = {"memory": 0, "states": 0, "disk": 0}
+    async with open_runtime(settings) as runtime:
+        await runtime.wait_ready()
+        for seed in range(8):
+            await ask(runtime, ids(100, -1 - seed))
+        await rest(runtime)
+        before = runtime.view.stats.active_bytes, resident_bytes()
+        todo = list(range(options.prompts))
+        began = time.perf_counter()
+
+        async def client() -> None:
+            while todo:
+                await ask(runtime, ids(random.Random(len(todo)).randrange(60, 140), todo.pop()))
+
+        async def watch() -> None:
+            folder = settings.ssd_cache
+            assert folder is not None
+            while True:
+                on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+                most["memory"] = max(most["memory"], runtime.cache.core.bytes)
+                most["states"] = max(most["states"], runtime.view.stats.snapshot_bytes)
+                most["disk"] = max(most["disk"], on_disk)
+                await trio.sleep(0.25)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            async with trio.open_nursery() as clients:
+                for _ in range(8):
+                    clients.start_soon(client)
+            await runtime.flush_cache(120)
+            nursery.cancel_scope.cancel()
+        seconds = time.perf_counter() - began
+        told = ssd(runtime)
+        await rest(runtime)
+        after = runtime.view.stats.active_bytes, resident_bytes()
+    print(f"{options.prompts} prompts in {seconds:.0f} s; most bytes held:")
+    print("  " + ", ".join(f"{name} {held / MB:.0f} MB" for name, held in most.items()))
+    for name in ("spills", "bytes_written", "dropped_spills", "over_budget_spills", "evictions"):
+        print(f"  {name} {told[name]:,}")
+    for name, old, new in zip(("active", "resident"), before, after, strict=True):
+        print(f"{name}: {old / MB:.1f} MB before, {new / MB:.1f} MB after ({new / old - 1:+.2%})")
+
+
+async def rest(runtime: Runtime) -> None:
+    """Empty the cache and wait until unused memory went back to the system."""
+    await runtime.flush_cache(60)
+    await runtime.clear_cache()
+    await trio.sleep(7)
+
+
+def main() -> None:
+    """Read the options and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mode", choices=("restart", "decode", "caps"))
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--budget", type=int, default=0, help="MB an hour; 0 = none")
+    options = parser.parse_args()
+    run = {"restart": restart, "decode": decode, "caps": caps}[options.mode]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(starter(), "starter", batch=8, ssd_cache=Path(folder) / "cache")
+        trio.run(run, settings, options)
+
+
+if __name__ == "__main__":
+    main()
