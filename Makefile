@@ -26,8 +26,9 @@ $(VENV)/.ready-test: $(VENV)/.ready
 run: setup
 	@exec $(BIN)/mlx-troupe serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
+# The whole suite on up to four processes, a file's tests in one of them; a part of it in one.
 test: $(VENV)/.ready-test
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(or $(ARGS),-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
 
 lint: $(VENV)/.ready-test
 	@$(BIN)/ruff check .

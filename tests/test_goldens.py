@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,9 @@ def test_both_sides_ran_alike_and_the_oracle_alone(runs: Runs) -> None:
 
 @pytest.mark.golden
 @pytest.mark.starter
-def test_committed_sets_still_hold(runs: Runs, capfd: pytest.CaptureFixture[str]) -> None:
+def test_committed_sets_still_hold(
+    runs: Runs, record_property: Callable[[str, object], None]
+) -> None:
     """Equal bits under the same key; under an unknown one equal ids and logits within 1e-3."""
     here = runs.oracle.manifest
     kept = committed_sets()
@@ -178,8 +181,7 @@ def test_committed_sets_still_hold(runs: Runs, capfd: pytest.CaptureFixture[str]
             expected, got = one.by_precision[precision], runs.oracle.by_precision[precision]
             assert not compare(expected, got), where
     known = "known: equal bits" if same else f"unknown: equal ids, logits within {TOLERANCE}"
-    with capfd.disabled():
-        sys.stdout.write(f"\ngoldens: the key {here['slug']} is {known}\n")
+    record_property("note", f"goldens: the key {here['slug']} is {known}")
 
 
 @pytest.mark.golden
