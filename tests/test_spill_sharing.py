@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from spill_rig import NAMESPACE, ODD, entry, entry_files, faults, opened, state
+from spill_rig import NAMESPACE, ODD, Ticks, entry, entry_files, faults, opened, state
 
 from mlx_troupe.runtime.spill.sharing import LONGEST_CHAIN
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState, nbytes
@@ -125,3 +125,42 @@ def test_checkpoints_of_a_long_answer_cost_little_more_than_its_state(tmp_path: 
         store.save(SpillEntry("model", ids[:length], "partial", True), whole)
     assert store.load(SpillEntry("model", ids, "partial", True).key).state == whole
     assert store.stats().bytes_written <= 1.2 * nbytes(whole)
+
+
+def test_a_shared_state_was_used_when_a_chat_behind_it_was(tmp_path: Path) -> None:
+    """A system prompt whose last chat went outlives what was used before that chat."""
+    clock = Ticks()
+    store = opened(tmp_path, clock=clock)
+    system, chat, other = entry(*IDS[:20]), entry(*IDS[:24]), entry(*IDS[100:120])
+    for made in (system, chat, other):
+        store.save(made, state(made))
+    store.load(chat.key)
+    store.drop(chat.key)
+    store._shelf.max_bytes = store.stats().bytes
+    newest = entry(*IDS[200:210])
+    store.save(newest, state(newest))
+    assert [store.has(made.key) for made in (system, other, newest)] == [True, False, True]
+
+
+def test_a_state_of_another_form_is_written_whole(tmp_path: Path) -> None:
+    """A row whose keys were encoded meanwhile no longer begins with what was kept plain."""
+    store = opened(tmp_path)
+    short, long = entry(*IDS[:20]), entry(*IDS[:24])
+    store.save(short, state(short))
+    keys = HostArray("uint8", (24, 40), bytes(960))
+    encoded = HostState(24, (HostLayer("affine", (("bits", 8),), (keys,), (0,)),))
+    store.save(long, encoded)
+    assert store.load(long.key).state == encoded
+    assert not faults(store)
+
+
+def test_a_ring_that_turned_is_written_whole_beside_shared_layers(tmp_path: Path) -> None:
+    """Layers that see everything are continued, and the ring is what it is now."""
+    store = opened(tmp_path)
+    short, long = entry(*IDS[:200]), entry(*IDS[:210])
+    straight = HostLayer("ring", (), (HostArray("uint8", (200, 8), bytes(1600)),), (0,))
+    turned = HostLayer("ring", (("at", 3),), (HostArray("uint8", (64, 8), b"7" * 512),), (None,))
+    size = store.save(short, HostState(200, (*state(short).layers, straight)))
+    later = HostState(210, (*state(long).layers, turned))
+    assert store.save(long, later) < size / 2
+    assert opened(tmp_path).load(long.key).state == later
