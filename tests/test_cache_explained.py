@@ -11,6 +11,7 @@ from company import ask, company, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.http.app import create_app
@@ -177,6 +178,21 @@ async def test_a_request_that_asks_is_told(autojump_clock: trio.testing.MockCloc
         whole, cached = await note(runtime, ask(*KEPT, explain=True))
         assert (cached, whole) == (39, CacheNote(39, 0, 39, None))
         assert (await note(runtime, ask(*KEPT)))[0] is None
+
+
+async def test_the_disk_is_told_apart(autojump_clock: trio.testing.MockClock) -> None:
+    """After a restart memory has nothing, the disk all; the row is served from it."""
+    disk = ScriptedDisk(save_seconds=0.1, load_seconds=0.1)
+    async with company(disk=disk) as (runtime, _):
+        await note(runtime, ask(*KEPT))
+        assert (await runtime.flush_cache(60)).durable
+    async with company(disk=disk) as (runtime, _):
+        seen, cached = await note(runtime, ask(*KEPT, explain=True))
+        assert seen is not None
+        assert (seen.memory_tokens, seen.disk_tokens, cached) == (0, 39, 39)
+        seen, _ = await note(runtime, ask(*KEPT, explain=True))
+        assert seen is not None
+        assert seen.memory_tokens == 39
 
 
 async def test_a_recurrent_model_says_why(autojump_clock: trio.testing.MockClock) -> None:
