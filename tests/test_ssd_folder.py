@@ -1,0 +1,210 @@
+"""The SSD tier on a real folder and a scripted device: what may happen to files while rows run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import trio
+from company import ask, company, counted, nothing_left, run, settle
+
+from mlx_troupe.actors.disk import FolderDisk
+from mlx_troupe.actors.system import Runtime
+from mlx_troupe.runtime.requests import Finished
+from mlx_troupe.runtime.spill.files import Files
+from mlx_troupe.runtime.spill.store import SpillStore
+
+HEAD = tuple(range(1, 301))
+STREAMS = 8
+
+
+class Failing(Files):
+    """A disk that fails with one error, at what the test names, once ``broken`` is set."""
+
+    def __init__(self, where: str, number: int) -> None:
+        self.where = where
+        self.number = number
+        self.broken = False
+
+    def _check(self, where: str) -> None:
+        if self.broken and where == self.where:
+            raise OSError(self.number, os.strerror(self.number))
+
+    def open(self, path: Path) -> BinaryIO:
+        self._check("read")
+        return super().open(path)
+
+    def create(self, path: Path) -> int:
+        self._check("create")
+        return super().create(path)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        self._check("write")
+        return super().write(fd, data[:100])
+
+    def sync(self, fd: int) -> None:
+        self._check("sync")
+        super().sync(fd)
+
+
+def figures(runtime: Runtime) -> dict[str, Any]:
+    """``/stats.ssd_cache``."""
+    block = runtime.stats()["ssd_cache"]
+    assert isinstance(block, dict)
+    return block
+
+
+async def stream(runtime: Runtime, last: int) -> int:
+    """One request whose text must be right; how much of its prompt was cached."""
+    text, end = await run(runtime, ask(*HEAD, last, max_tokens=20))
+    assert text == counted(last, 20)
+    assert isinstance(end, Finished)
+    return end.usage.cached_tokens
+
+
+async def load(runtime: Runtime, first: int) -> list[int]:
+    """Eight streams at once."""
+    found: list[int] = []
+
+    async def one(last: int) -> None:
+        found.append(await stream(runtime, last))
+
+    async with trio.open_nursery() as nursery:
+        for last in range(first, first + STREAMS):
+            nursery.start_soon(one, last)
+    return found
+
+
+async def written(folder: Path) -> None:
+    """A folder with the states of two prompts."""
+    async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
+        for last in (900, 901):
+            await stream(runtime, last)
+        assert (await runtime.flush_cache(30)).durable
+    assert len(files_of(folder)) == 2
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of states."""
+    return list(folder.glob("*.safetensors"))
+
+
+def vanish(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def truncate(folder: Path) -> None:
+    for file in files_of(folder):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(folder: Path) -> None:
+    for file in files_of(folder):
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        file.write_bytes(data)
+
+
+def become_foreign(folder: Path) -> None:
+    for file in files_of(folder):
+        file.write_bytes(file.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+
+
+@pytest.mark.parametrize("harm", [vanish, truncate, flip, become_foreign])
+async def test_files_that_are_harmed_under_a_running_server_cost_a_hit_and_nothing_else(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """Eight streams that would have been served from them: every text is right."""
+    folder = tmp_path / "cache"
+    await written(folder)
+    async with company(disk=FolderDisk(SpillStore(folder)), batch=STREAMS) as (runtime, device):
+        harm(folder)
+        await load(runtime, 800)
+        await runtime.flush_cache(5)
+        stats = figures(runtime)
+        assert stats["restores"] == 0
+        assert stats["faults"] > 0
+        assert max(await load(runtime, 800)) > 0, "memory goes on"
+        await settle(runtime)
+        nothing_left(runtime, device)
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [
+        ("create", errno.EROFS),
+        ("write", errno.ENOSPC),
+        ("sync", errno.EIO),
+        ("read", errno.EIO),
+    ],
+)
+async def test_a_disk_that_fails_under_load_fails_no_request(
+    tmp_path: Path, where: str, number: int
+) -> None:
+    """And once it works again, so does the tier."""
+    folder = tmp_path / "cache"
+    await written(folder)
+    files = Failing(where, number)
+    disk = FolderDisk(SpillStore(folder, files=files))
+    async with company(disk=disk, batch=STREAMS) as (runtime, device):
+        files.broken = True
+        await load(runtime, 800)
+        report = await runtime.flush_cache(5)
+        assert figures(runtime)["faults"] > 0
+        assert report.durable == (where == "read")
+        files.broken = False
+        assert (await runtime.flush_cache(5)).durable
+        await settle(runtime)
+        nothing_left(runtime, device)
+    async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
+        assert await stream(runtime, 800) == len(HEAD)
+
+
+async def test_two_servers_on_one_folder_do_each_other_no_harm(tmp_path: Path) -> None:
+    """Both answer rightly, and a third one finds what both have written."""
+    folder = tmp_path / "cache"
+    async with (
+        company(disk=FolderDisk(SpillStore(folder)), batch=STREAMS) as (one, _),
+        company(disk=FolderDisk(SpillStore(folder)), batch=STREAMS) as (other, _),
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(load, one, 800)
+        nursery.start_soon(load, other, 804)
+        await trio.sleep(0.5)
+        for runtime in (one, other):
+            await runtime.flush_cache(5)
+    async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
+        for last in (800, 811):
+            assert await stream(runtime, last) == len(HEAD)
+
+
+async def test_the_folder_stays_under_its_cap(tmp_path: Path) -> None:
+    """Whatever comes, and at a restart with a smaller one."""
+    folder = tmp_path / "cache"
+    for cap in (40_000, 20_000):
+        disk = FolderDisk(SpillStore(folder, max_bytes=cap))
+        async with company(disk=disk, batch=STREAMS) as (runtime, _):
+            for start in range(0, 40, 4):
+                prompt = tuple((start * 7 + i) % 900 + 1 for i in range(300))
+                await run(runtime, ask(*prompt))
+            await runtime.flush_cache(5)
+            held = sum(file.stat().st_size for file in folder.iterdir())
+            assert 0 < held <= cap
+            assert figures(runtime)["bytes"] == held
+
+
+async def test_no_file_is_for_others_to_read(tmp_path: Path) -> None:
+    """0600 in 0700, whatever the umask; without a flag nothing is written at all."""
+    folder = tmp_path / "cache"
+    old = os.umask(0)
+    try:
+        await written(folder)
+    finally:
+        os.umask(old)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
