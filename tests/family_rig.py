@@ -69,9 +69,13 @@ class Family:
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 
-@cache
 def family(name: str, bits: int | None = None) -> Family:
     """Made once. The oracle answers before anything of ours has touched the model."""
+    return _family(name, bits)
+
+
+@cache
+def _family(name: str, bits: int | None) -> Family:
     folder = tempfile.TemporaryDirectory(prefix=f"{name}-")
     _FOLDERS.append(folder)
     path = make_checkpoint(Path(folder.name), name, bits=bits)
@@ -99,9 +103,13 @@ class Answers:
     batched_rows: int
 
 
-@cache
 def answers(name: str, bits: int | None = None) -> Answers:
     """Made once."""
+    return _answers(name, bits)
+
+
+@cache
+def _answers(name: str, bits: int | None) -> Answers:
     device = MLXDevice(family(name, bits).path, name="tiny", dtype="keep")
     info = device.open()
     alone = tuple(_ask_alone(device, RowId(i), ids) for i, ids in enumerate(PROMPTS, 1))

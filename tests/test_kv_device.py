@@ -82,9 +82,13 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
     return seen
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("start", [0, 1, 20, 25, 500])
-@pytest.mark.parametrize("chunk", [7, 2048])
+@pytest.mark.parametrize(
+    ("bits", "start", "chunk"),
+    [
+        *((4, start, chunk) for start in (0, 1, 20, 25, 500) for chunk in (7, 2048)),
+        *((8, start, chunk) for start in (0, 25) for chunk in (7, 2048)),
+    ],
+)
 def test_a_lone_affine_row_is_bit_exact_with_mlx_lm(
     bits: int,
     start: int,

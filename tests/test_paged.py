@@ -101,7 +101,8 @@ def test_random_moves_keep_blocks_apart() -> None:
         if len(rows) > 1 and draw.random() < (0.25 if move < 20 else 0.8):
             troupe.drop(draw.choice(rows), poisoned=draw.random() < 0.5)
         else:
-            troupe.add(100 + move, draw.choice((0, 3, 15, 16, 17, 90)), steps=120)
+            left = 2 * (40 - move)
+            troupe.add(100 + move, draw.choice((0, 3, 15, 16, 17, 90)), steps=left)
         columns = draw.choice((1, 1, 2))
         troupe.step(columns, [draw.randint(0, columns) for _ in troupe.batch.rows])
         pages.check_integrity()
