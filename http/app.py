@@ -15,6 +15,7 @@ from .errors import add_error_handlers
 from .guards import add_guards
 from .metrics import Metrics
 from .routes_adapters import adapter_routes
+from .routes_cache import cache_routes
 from .routes_chat import chat_routes
 from .routes_completions import completion_routes
 from .routes_models import model_routes
@@ -57,6 +58,7 @@ def create_app(runtime: RuntimeLike, settings: HttpSettings | None = None) -> Ed
         completion_routes,
         model_routes,
         adapter_routes,
+        cache_routes,
         session_routes,
         service_routes,
     ):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from mlx_troupe.actors.spill_messages import FlushReport
     from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
     from mlx_troupe.runtime.device import ModelInfo
     from mlx_troupe.runtime.requests import GenerationEvent, GenerationRequest
@@ -100,6 +101,10 @@ class RuntimeLike(Protocol):
 
     async def close_session(self, session: str) -> bool:
         """Whether anything was kept of the session. Raises Overloaded or Unavailable."""
+        ...
+
+    async def flush_cache(self, seconds: float) -> FlushReport:
+        """Make kept prompts durable, within so many seconds. Raises Overloaded or Unavailable."""
         ...
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[GenerationLike]:

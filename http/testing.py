@@ -14,10 +14,11 @@ from typing import TypeAlias
 
 import trio
 
+from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.runtime.adapter_table import UNKNOWN
 from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
 from mlx_troupe.runtime.device import ModelInfo
-from mlx_troupe.runtime.errors import AdapterError, TroupeError
+from mlx_troupe.runtime.errors import AdapterError, TroupeError, Unavailable
 from mlx_troupe.runtime.requests import (
     Channel,
     Finished,
@@ -120,6 +121,7 @@ class ScriptedRuntime:
         )
         self.model = model
         self.reported = ScriptedHealth()
+        self.flushed: FlushReport | None = None
         self.sessions: set[str] = set()
         self.requests: list[GenerationRequest] = []
         self.generations: list[ScriptedGeneration] = []
@@ -134,12 +136,6 @@ class ScriptedRuntime:
     def active(self) -> int:
         """Generations that were entered and not left."""
         return self.entered - self.left
-
-    async def close_session(self, session: str) -> bool:
-        """Whether it was among ``sessions``."""
-        known = session in self.sessions
-        self.sessions.discard(session)
-        return known
 
     def health(self) -> ScriptedHealth:
         """What the test set."""
@@ -163,6 +159,19 @@ class ScriptedRuntime:
         """Refuses."""
         await trio.lowlevel.checkpoint()
         raise AdapterError(f"adapter {adapter_id} is not mounted", code=UNKNOWN)
+
+    async def close_session(self, session: str) -> bool:
+        """Whether it was among ``sessions``."""
+        known = session in self.sessions
+        self.sessions.discard(session)
+        return known
+
+    async def flush_cache(self, seconds: float) -> FlushReport:
+        """What the test set; there is no SSD cache otherwise."""
+        await trio.lowlevel.checkpoint()
+        if self.flushed is None:
+            raise Unavailable("there is no SSD cache")
+        return self.flushed
 
     def stats(self) -> Mapping[str, object]:
         """The figures that the edge exports."""
