@@ -39,7 +39,6 @@ class Tables:
             self._made = mx.concatenate([cosines] * 2, -1), mx.concatenate([-sines, sines], -1)
         return self._made
 
-
     def forget(self) -> None:
         """Let go of the last step's."""
         self._offsets = None
