@@ -21,6 +21,8 @@ from mlx_troupe.runtime.spill.store import SpillStore
 
 HEAD = tuple(range(1, 301))
 STREAMS = 8
+PATIENCE = 60
+"""Seconds that a flush may take before a test gives up."""
 
 
 class Failing(Files):
@@ -85,7 +87,7 @@ async def written(folder: Path) -> None:
     async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
         for last in (900, 901):
             await stream(runtime, last)
-        assert (await runtime.flush_cache(30)).durable
+        assert (await runtime.flush_cache(PATIENCE)).durable
     assert len(files_of(folder)) == 2
 
 
@@ -125,7 +127,7 @@ async def test_files_that_are_harmed_under_a_running_server_cost_a_hit_and_nothi
     async with company(disk=FolderDisk(SpillStore(folder)), batch=STREAMS) as (runtime, device):
         harm(folder)
         await load(runtime, 800)
-        await runtime.flush_cache(5)
+        await runtime.flush_cache(PATIENCE)
         stats = figures(runtime)
         assert stats["restores"] == 0
         assert stats["faults"] > 0
@@ -154,11 +156,11 @@ async def test_a_disk_that_fails_under_load_fails_no_request(
     async with company(disk=disk, batch=STREAMS) as (runtime, device):
         files.broken = True
         await load(runtime, 800)
-        report = await runtime.flush_cache(5)
+        report = await runtime.flush_cache(PATIENCE)
         assert figures(runtime)["faults"] > 0
         assert report.durable == (where == "read")
         files.broken = False
-        assert (await runtime.flush_cache(5)).durable
+        assert (await runtime.flush_cache(PATIENCE)).durable
         await settle(runtime)
         nothing_left(runtime, device)
     async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
@@ -171,13 +173,12 @@ async def test_two_servers_on_one_folder_do_each_other_no_harm(tmp_path: Path) -
     async with (
         company(disk=FolderDisk(SpillStore(folder)), batch=STREAMS) as (one, _),
         company(disk=FolderDisk(SpillStore(folder)), batch=STREAMS) as (other, _),
-        trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(load, one, 800)
-        nursery.start_soon(load, other, 804)
-        await trio.sleep(0.5)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load, one, 800)
+            nursery.start_soon(load, other, 804)
         for runtime in (one, other):
-            await runtime.flush_cache(5)
+            assert (await runtime.flush_cache(PATIENCE)).durable
     async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
         for last in (800, 811):
             assert await stream(runtime, last) == len(HEAD)
@@ -192,7 +193,7 @@ async def test_the_folder_stays_under_its_cap(tmp_path: Path) -> None:
             for start in range(0, 40, 4):
                 prompt = tuple((start * 7 + i) % 900 + 1 for i in range(300))
                 await run(runtime, ask(*prompt))
-            await runtime.flush_cache(5)
+            await runtime.flush_cache(PATIENCE)
             held = sum(file.stat().st_size for file in folder.iterdir())
             assert 0 < held <= cap
             assert figures(runtime)["bytes"] == held
