@@ -7,9 +7,9 @@ written. Anyone on trio's thread may ask its index; only the ``Spill`` actor cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -19,6 +19,8 @@ from mlx_troupe.runtime.spill.index import FileKey
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
+
+T = TypeVar("T")
 
 LANES = 2
 """Files worked on at once: one that is read and one that is written."""
@@ -136,23 +138,24 @@ class FolderDisk:
 
     async def open(self) -> None:
         """As :meth:`Disk.open`."""
-        await trio.to_thread.run_sync(self._store.open, limiter=self._lanes)
+        await self._on_thread(self._store.open)
 
     async def save(self, candidate: Candidate, state: HostState) -> int:
         """As :meth:`Disk.save`."""
-        entry = SpillEntry(candidate.namespace, candidate.ids, candidate.kind, candidate.cuttable)
-        return await trio.to_thread.run_sync(self._store.save, entry, state, limiter=self._lanes)
+        ids, kind = candidate.ids, candidate.kind
+        entry = SpillEntry(candidate.namespace, ids, kind, candidate.cuttable)
+        return await self._on_thread(lambda: self._store.save(entry, state))
 
     async def load(self, entry: OnDisk) -> Loaded:
         """As :meth:`Disk.load`."""
-
-        def load() -> Loaded:
-            found = self._store.load(FileKey(entry.name), upto=entry.useful)
-            return Loaded(found.state, found.ids, found.kind)
-
-        return await trio.to_thread.run_sync(load, limiter=self._lanes)
+        key = FileKey(entry.name)
+        found = await self._on_thread(lambda: self._store.load(key, upto=entry.useful))
+        return Loaded(found.state, found.ids, found.kind)
 
     async def reject(self, entry: OnDisk) -> None:
         """As :meth:`Disk.reject`."""
-        key = FileKey(entry.name)
-        await trio.to_thread.run_sync(self._store.drop, key, limiter=self._lanes)
+        await self._on_thread(lambda: self._store.drop(FileKey(entry.name)))
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        """Wait for the disk; one that may never answer is left to itself on cancellation."""
+        return await trio.to_thread.run_sync(work, limiter=self._lanes, abandon_on_cancel=True)

@@ -18,11 +18,11 @@ import trio
 from mlx_troupe.runtime.device import SnapshotId, SnapshotMade
 from mlx_troupe.runtime.errors import StateRefused, Unavailable
 from mlx_troupe.runtime.prefix.entries import adapters_of
-from mlx_troupe.runtime.spill.faults import SpillFault
+from mlx_troupe.runtime.spill.faults import SpillFault, Unreadable
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
-from .disk import Disk, OnDisk
+from .disk import Disk, Loaded, OnDisk
 from .gpu import GpuView
 from .mailbox import Mailbox
 from .messages import CacheMessage, DeviceLost, GpuCommand, Release, SpillMessage
@@ -43,6 +43,9 @@ BUSY_REST = 4.0
 spare, a writer that never rests would take its share from the steps."""
 OPEN_PATIENCE = 10.0
 """Seconds that the first requests wait for the folder to be read; then they do without."""
+PATIENCE = 5.0
+PATIENCE_PER_TOKEN = 0.001
+"""Seconds that a row waits for a state: about what it takes to compute one instead."""
 REOPEN_AFTER = 30.0
 """Seconds until a folder that could not be opened is tried again."""
 
@@ -186,10 +189,15 @@ class SpillActor:
 
     async def _restore(self, entry: OnDisk) -> Restored:
         nothing = Restored(entry, None)
-        try:
-            loaded = await self._disk.load(entry)
-        except SpillFault as fault:
-            self._tell(fault)
+        loaded: Loaded | None = None
+        with trio.move_on_after(PATIENCE + entry.length * PATIENCE_PER_TOKEN):
+            try:
+                loaded = await self._disk.load(entry)
+            except SpillFault as fault:
+                self._tell(fault)
+                return nothing
+        if loaded is None:
+            self._tell(Unreadable("the disk does not answer"))
             return nothing
         model, load = self._view.model, self._view.loads
         if model is None:

@@ -167,6 +167,22 @@ async def test_a_request_that_leaves_while_its_state_is_read_leaves_nothing(
         assert trio.current_time() - began < 1.0
 
 
+async def test_a_row_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
+    autojump_clock,
+) -> None:
+    """About as long as it takes to compute, which it then does; others go on meanwhile."""
+    disk = ScriptedDisk()
+    await left_on(disk, LONG)
+    disk.load_seconds = 1e6
+    async with company(disk=disk) as (runtime, device):
+        began = trio.current_time()
+        assert await cached(runtime, *LONG) == 0
+        assert trio.current_time() - began < 10
+        assert figures(runtime)["faults"] == 1
+        await settle(runtime)
+        nothing_left(runtime, device)
+
+
 FAULTS = (
     faults.DiskFull("no space left"),
     faults.Unwritable("read-only file system"),
