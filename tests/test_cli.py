@@ -464,7 +464,7 @@ async def test_serve_answers_until_ctrl_c(asked: Asked, capsys: pytest.CaptureFi
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_server, SETTINGS, "127.0.0.1", 0, flags)
         told = ""
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             while "Ctrl-C stops" not in told:
                 await trio.sleep(0.01)
                 told += capsys.readouterr().out
@@ -485,6 +485,6 @@ async def test_serve_ends_when_the_engine_is_gone(asked: Asked) -> None:
     """A server without an engine does not linger."""
     asked.device.fail_next = ModelError("weights are missing")
     flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0, "adapter_dirs": OFFERED}
-    with pytest.raises(ExceptionGroup) as raised, trio.fail_after(20):
+    with pytest.raises(ExceptionGroup) as raised, trio.fail_after(60):
         await run_server(SETTINGS, "127.0.0.1", 0, flags)
     assert plain_error(raised.value)

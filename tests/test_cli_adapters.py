@@ -109,7 +109,7 @@ async def test_what_serve_offers_to_its_clients(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_server, settings, "127.0.0.1", 0, flags)
         told = ""
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             while "Ctrl-C stops" not in told:
                 await trio.sleep(0.01)
                 told += capsys.readouterr().out

@@ -252,7 +252,7 @@ async def test_a_stalled_reader_is_cut() -> None:
         body = json.dumps(ASK).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         await stream.send_all(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             await runtime.wait_left(1)
         await stream.aclose()
     assert runtime.active == 0

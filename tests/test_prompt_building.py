@@ -20,7 +20,7 @@ from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.testing import ByteTokenizer
 
 LONG = TextPrompt("x" * LONG_PROMPT)
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 class WatchedTokenizer(ByteTokenizer):

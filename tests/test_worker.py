@@ -69,12 +69,12 @@ async def thread_worker(device: ScriptedDevice) -> AsyncIterator[ThreadWorker]:
         yield worker
     finally:
         worker.stop()
-        assert await trio.to_thread.run_sync(worker.join, 10.0)
+        assert await trio.to_thread.run_sync(worker.join, 30.0)
 
 
 async def opened(worker: ThreadWorker) -> None:
     worker.submit(Open())
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         assert isinstance(await worker.receive(), Opened)
 
 
@@ -84,7 +84,7 @@ async def test_results_come_in_the_order_of_the_steps() -> None:
         await opened(worker)
         for command in (start(), decode(1), decode(2), Settle()):
             worker.submit(command)
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             events = [await worker.receive() for _ in range(3)]
     assert [token(event) for event in events] == [4, 5, 6]
 
@@ -135,7 +135,7 @@ async def test_a_fault_is_an_event_and_the_device_is_opened_again(call: str) -> 
         device.fail_next = ValueError("boom")
         for command in (start(), decode(1), decode(2), Settle(), Rest()):
             worker.submit(command)
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             event = await worker.receive()
             assert isinstance(event, Broke)
             assert str(event.error) == "boom"
@@ -156,7 +156,7 @@ async def test_a_model_that_cannot_be_opened_is_an_event(error: Exception, messa
     device.fail_next = error
     async with thread_worker(device) as worker:
         worker.submit(Open())
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             event = await worker.receive()
     assert isinstance(event, OpenFailed)
     assert event.error.message == message
