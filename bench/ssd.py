@@ -2,12 +2,13 @@
 
     .venv/bin/python bench/ssd.py restart [--tokens 4000]
     .venv/bin/python bench/ssd.py decode [--seconds 40]
-    .venv/bin/python bench/ssd.py caps [--prompts 1000]
+    .venv/bin/python bench/ssd.py caps [--prompts 1000] [--tiny]
 
 ``restart``: first token of a prompt cold, from memory, and after a restart from the disk.
 ``decode``: tokens a second of one stream, with windows in which the spill actor writes states of
-2,000 tokens without end between windows in which it is idle. ``caps``: distinct prompts through
+``--tokens`` tokens (at most 2,000) without end between windows in which it is idle. ``caps``: distinct prompts through
 200 MB of memory and 1 GB of disk; what both hold meanwhile, and what is left at the end.
+``--tiny``: a random model that computes next to nothing and has states of 12 KB a token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ import rig
 
 rig.ready()
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 from serve import starter  # noqa: E402
+from tiny import make_checkpoint  # noqa: E402
 
 from mlx_troupe.actors.desk import SpillDesk  # noqa: E402
 from mlx_troupe.actors.disk import FolderDisk, folder_disk  # noqa: E402
@@ -48,14 +52,21 @@ from mlx_troupe.runtime.settings import Settings  # noqa: E402
 from mlx_troupe.runtime.spill.queue import Candidate  # noqa: E402
 from mlx_troupe.runtime.spill.state import HostState  # noqa: E402
 from mlx_troupe.runtime.spill.store import key_of  # noqa: E402
+from mlx_troupe.runtime.text.testing import ByteTokenizer  # noqa: E402
 
 MB = 10**6
 
 
-def ids(length: int, seed: int) -> tuple[int, ...]:
+def ids(length: int, seed: int, below: int = 40_000) -> tuple[int, ...]:
     """Ids of ordinary tokens."""
     draw = random.Random(seed)
-    return tuple(draw.randrange(1000, 40_000) for _ in range(length))
+    return tuple(draw.randrange(min(1000, below // 2), below) for _ in range(length))
+
+
+def tiny(path: Path) -> Path:
+    """A checkpoint with more state than computation."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    return make_checkpoint(path, "llama", **heads)
 
 
 async def ask(runtime: Runtime, prompt: tuple[int, ...], tokens: int = 1) -> tuple[float, int]:
@@ -122,7 +133,7 @@ async def decode(settings: Settings, options: argparse.Namespace) -> None:
     async with open_runtime(settings, disk=disk) as runtime:
         await runtime.wait_ready()
         for seed in range(4):
-            await ask(runtime, ids(2000, seed))
+            await ask(runtime, ids(min(options.tokens, 2000), seed))
         await runtime.flush_cache(60)
         tier, desk = runtime.cache._tier, runtime._ssd
         assert tier is not None
@@ -174,10 +185,17 @@ async def caps(settings: Settings, options: argparse.Namespace) -> None:
     )
     assert settings.ssd_cache is not None
     most = {"memory": 0, "states": 0, "disk": 0}
-    async with open_runtime(settings) as runtime:
+    vocabulary = 120 if options.tiny else 40_000
+    lengths = random.Random(0)
+
+    def prompt(seed: int) -> tuple[int, ...]:
+        return ids(lengths.randrange(200, 400) if options.tiny else 100, seed, vocabulary)
+
+    tokenizer = ByteTokenizer() if options.tiny else None
+    async with open_runtime(settings, tokenizer=tokenizer) as runtime:
         await runtime.wait_ready()
-        for seed in range(8):
-            await ask(runtime, ids(100, -1 - seed))
+        for seed in range(-100, 0):
+            await ask(runtime, prompt(seed))
         await rest(runtime)
         before = runtime.view.stats.active_bytes, resident_bytes()
         todo = list(range(options.prompts))
@@ -185,7 +203,7 @@ async def caps(settings: Settings, options: argparse.Namespace) -> None:
 
         async def client() -> None:
             while todo:
-                await ask(runtime, ids(random.Random(len(todo)).randrange(60, 140), todo.pop()))
+                await ask(runtime, prompt(todo.pop()))
 
         async def watch() -> None:
             folder = settings.ssd_cache
@@ -231,10 +249,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--budget", type=int, default=0, help="MB an hour; 0 = none")
+    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     run = {"restart": restart, "decode": decode, "caps": caps}[options.mode]
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(starter(), "starter", batch=8, ssd_cache=Path(folder) / "cache")
+        path = tiny(Path(folder) / "model") if options.tiny else starter()
+        settings = Settings(path, "bench", batch=8, ssd_cache=Path(folder) / "cache")
         trio.run(run, settings, options)
 
 
