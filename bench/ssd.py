@@ -8,7 +8,8 @@
 ``decode``: tokens a second of one stream, with windows in which the spill actor writes states of
 ``--tokens`` tokens (at most 2,000) without end between windows in which it is idle. ``caps``:
 distinct prompts through 200 MB of memory and 1 GB of disk; what both hold meanwhile, and what is
-left at the end; ``--tiny``: a random model that computes next to nothing and has states of 12 KB a token.
+left at the end; ``--tiny``: with a random model that computes next to nothing and has states of
+12 KB a token.
 """
 
 from __future__ import annotations
