@@ -12,36 +12,43 @@ import trio
 from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
 from mlx_troupe.runtime.requests import GenerationRequest
 from mlx_troupe.runtime.resume.identity import Asked, identity_of
-from mlx_troupe.runtime.resume.records import Record, Records
+from mlx_troupe.runtime.resume.records import Record
 from mlx_troupe.runtime.resume.replays import replay_of
 from mlx_troupe.runtime.scheduling.effects import Replay
 from mlx_troupe.runtime.text.matching import TokenMatcher
+
+from .checkpoints import Checkpoints
 
 
 class Progress:
     """The tokens of one request, for the next try."""
 
-    def __init__(self, records: Records, request: GenerationRequest, asked: Asked) -> None:
+    def __init__(self, records: Checkpoints, request: GenerationRequest, asked: Asked) -> None:
         self._records = records
         self._asked = asked
         self._identity = identity_of(request, asked)
-        self._found = None if self._identity is None else records.find(self._identity)
-        self._seed = asked.sampling.seed if self._found is None else self._found.seed
+        self._seed = asked.sampling.seed
         self._ids: list[int] = []
         self._figures: list[TokenLogprobs] = []
 
     @property
     def seed(self) -> int:
-        """The seed to go on with: that of the interrupted try, if there is one."""
+        """The seed to go on with: after :meth:`replay` that of the interrupted try."""
         return self._seed
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the row's state is to be kept on the way, as its tokens are."""
+        return self._identity is not None and self._records.every > 0
 
     async def replay(
         self, model: ModelInfo, stop_ids: frozenset[int], matcher: TokenMatcher | None
     ) -> Replay | None:
         """What the interrupted try had said; None to start afresh."""
-        record = self._found
+        record = None if self._identity is None else await self._records.find(self._identity)
         if record is None:
             return None
+        self._seed = record.seed
 
         def make() -> Replay | None:
             return replay_of(
@@ -65,6 +72,8 @@ class Progress:
         self._ids.append(token)
         if figures is not None:
             self._figures.append(figures)
+        if self._records.every and not len(self._ids) % self._records.every:
+            self.keep()
 
     def keep(self) -> None:
         """The request is interrupted, here or soon."""

@@ -45,7 +45,6 @@ from mlx_troupe.runtime.requests import (
     Usage,
 )
 from mlx_troupe.runtime.resume.identity import Asked
-from mlx_troupe.runtime.resume.records import Records
 from mlx_troupe.runtime.scheduling.effects import (
     Replay,
     RowBroken,
@@ -64,6 +63,7 @@ from mlx_troupe.runtime.text.scores import scored_token
 from mlx_troupe.runtime.text.stream import TextStream
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .checkpoints import Checkpoints
 from .explaining import Explainer
 from .grammars import GrammarTools
 from .mailbox import Mailbox
@@ -131,7 +131,7 @@ class RequestActor:
         settings: Settings,
         scheduler: Mailbox[SchedulerMessage],
         revisions: tuple[str, ...],
-        records: Records,
+        records: Checkpoints,
         explainer: Explainer | None = None,
     ) -> None:
         self.admitted: Reply[int] = Reply()
@@ -214,6 +214,7 @@ class RequestActor:
             matcher=matcher,
             logprobs=self._request.logprobs,
             replay=replay,
+            checkpoints=progress is not None and progress.is_written,
             session=self._request.session,
         )
         # The buffer is the reservation: one Started, one event a token, one end.
@@ -228,7 +229,8 @@ class RequestActor:
     ) -> Progress | None:
         """What is written down of this request; None where nobody asked for that."""
         request = self._request
-        if request.ticket is None and request.resume_key is None:
+        named = request.ticket is not None or request.resume_key is not None
+        if not named and not self._records.every:
             return None
         markers = self._markers()
         reasoning = None if markers is None else (*markers, built.opens_reasoning)

@@ -23,12 +23,12 @@ from mlx_troupe.runtime.device import Device, ModelInfo, RowId, SnapshotId, Step
 from mlx_troupe.runtime.errors import Overloaded, Unavailable
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import GenerationRequest
-from mlx_troupe.runtime.resume.records import Records
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .adapters import AdapterDesk
+from .checkpoints import checkpoints_of
 from .desk import SpillDesk
 from .disk import Disk, folder_disk
 from .explaining import Explainer
@@ -51,8 +51,6 @@ from .worker import ThreadWorker, Worker
 
 log = logging.getLogger(__name__)
 
-RECORD_BYTES = 32 << 20
-"""What interrupted answers may take, as ids and figures."""
 STOP_SECONDS = 10.0
 """How long the device's thread may take to end at shutdown before it is left behind."""
 
@@ -78,7 +76,7 @@ class Runtime:
         self._draining = False
         self._active: set[RequestActor] = set()
         self._left = Bell()
-        self._records = Records(RECORD_BYTES)
+        self.checkpoints = checkpoints_of(settings)
         self._streams = Streams(settings.stream_grace, nursery)
         self._bounds = Bounds(settings.batch, settings.queue)
         # Full: a client is refused with 429 before it has an actor.
@@ -131,6 +129,7 @@ class Runtime:
             new_step=lambda: StepId(next(self._steps)),
             kv_limit=lambda model: budgets(self.settings, model).kv_bytes,
             resolve=self._adapters.table.resolve,
+            checkpoint=self.settings.generation_checkpoint,
         )
         self.scheduler = SchedulerActor(
             self._scheduler,
@@ -218,7 +217,7 @@ class Runtime:
             scheduler=self._scheduler,
             explainer=self._explainer,
             revisions=revisions,
-            records=self._records,
+            records=self.checkpoints,
         )
         self._active.add(actor)
         self._nursery.start_soon(self._run_request, actor)
@@ -266,7 +265,7 @@ class Runtime:
             await self.scheduler.copied()
         reply: Reply[FlushReport] = Reply()
         self._ask_cache(Flush(reply, until))
-        return await reply.wait()
+        return await self.checkpoints.flushed(until, await reply.wait())
 
     async def drain_to_disk(self, seconds: float) -> FlushReport | None:
         """Stop admission, let what runs come to its end and make its state durable.
@@ -326,7 +325,7 @@ class Runtime:
             active=len(self._active),
             started_at=self.started_at,
         )
-        return {**told, **self._ssd.figures()}
+        return {**told, **self._ssd.figures(), "checkpoints": self.checkpoints.stats()}
 
     def stop_admission(self) -> None:
         """Refuse new requests from now on; running ones go on, but for streams without a reader."""
@@ -387,11 +386,14 @@ async def open_runtime(
     async with trio.open_nursery() as nursery:
         runtime = Runtime(settings, worker, nursery, disk or folder_disk(settings))
         nursery.start_soon(runtime.supervisor.run)
+        nursery.start_soon(runtime.checkpoints.run)
         nursery.start_soon(runtime.load_text, source.tokenizer or source.load)
         try:
             yield runtime
         finally:
             runtime.close()
+            with trio.move_on_after(STOP_SECONDS, shield=True):
+                await runtime.checkpoints.flush()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_SECONDS):
                 if isinstance(worker, ThreadWorker):
                     await trio.to_thread.run_sync(worker.join, STOP_SECONDS, abandon_on_cancel=True)

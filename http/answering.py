@@ -24,7 +24,7 @@ from .connection import request_stack
 from .guards import check_json_headers
 from .sse import ChunkShape, EventStream, stream_response
 from .wire.parsing import parse_json
-from .wire.resuming import Cursor, position_in, ticket_in
+from .wire.resuming import Cursor, Position, position_in, ticket_in
 from .wire.session import session_in
 
 if TYPE_CHECKING:
@@ -136,12 +136,13 @@ async def _stream(
     generation = await stack.enter_async_context(edge.runtime.generate(call.request))
     meter = stack.enter_context(edge.metrics.measure(route, started))
     keepalive = edge.settings.keepalive_interval
-    cursor = None if ticket is None else Cursor(read if generation.resumed else None)
+    resumed = generation.resumed or read == Position()
+    cursor = None if ticket is None else Cursor(read if resumed else None)
     body = EventStream(generation, shape(generation), meter, stack, keepalive, cursor)
     response = stream_response(body)
     if ticket is not None:
         response.headers["X-Request-Id"] = ticket.name
-        response.headers["X-Stream-Resumed"] = "true" if generation.resumed else "false"
+        response.headers["X-Stream-Resumed"] = "true" if resumed else "false"
     return with_warnings(response, generation.warnings)
 
 

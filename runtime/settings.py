@@ -40,6 +40,8 @@ class Settings:
         step_timeout: seconds without a step's result before the device counts as hung.
         prefill_timeout: the same for prefill and warm-up.
         read_timeout: seconds that a client may read nothing while text waits for it.
+        generation_checkpoint: tokens after which an answer that is greedy or has a seed is written
+            down in ``ssd_cache``, to be gone on with after a crash; 0 = never.
         stream_grace: seconds that the row of a stream with a name goes on after its client left.
         ssd_cache: a folder in which kept states outlive the process; None = none.
         ssd_cache_max_bytes: most bytes of files in it; None = no limit.
@@ -71,6 +73,7 @@ class Settings:
     prefill_timeout: float = 600.0
     read_timeout: float = 120.0
     stream_grace: float = 30.0
+    generation_checkpoint: int = 0
     ssd_cache: Path | None = None
     ssd_cache_max_bytes: int | None = None
     ssd_cache_verify: bool = False

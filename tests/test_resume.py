@@ -105,7 +105,7 @@ async def test_cut_at_every_event(
                 break
             await settle(runtime)
             made = sum(len(plan.decode) for plan in device.plans)
-            was_over = not len(runtime._records)
+            was_over = not len(runtime.checkpoints)
             again = await whole(runtime, plain)
             again.same_as(expected)
             await settle(runtime)
@@ -129,7 +129,7 @@ async def test_cut_at_every_event_of_a_grammar(grammar: Grammar) -> None:
             again = replace(request, resume_key=f"cut after {events}")
             if not await interrupted(runtime, again, events):
                 break
-            replayed += len(runtime._records)
+            replayed += len(runtime.checkpoints)
             (await whole(runtime, again)).same_as(expected)
         assert replayed > 3
 
@@ -165,9 +165,9 @@ async def test_completion_removes_and_cancellation_keeps(
     async with company(ScriptedDevice(script=babble)) as (runtime, device):
         request = keyed(prompt=TokenPrompt((5, 6, 7)))
         assert await interrupted(runtime, request, 3)
-        assert len(runtime._records) == 1
+        assert len(runtime.checkpoints) == 1
         await whole(runtime, request)
-        assert len(runtime._records) == 0
+        assert len(runtime.checkpoints) == 0
         await settle(runtime)
         decodes = sum(len(plan.decode) for plan in device.plans)
         await whole(runtime, request)
@@ -182,7 +182,7 @@ async def test_nothing_is_replayed_without_being_asked_for(
     async with company(ScriptedDevice(script=babble)) as (runtime, _):
         request = replace(keyed(prompt=TokenPrompt((5, 6, 7))), resume_key=None)
         assert await interrupted(runtime, request, 3)
-        assert len(runtime._records) == 0
+        assert len(runtime.checkpoints) == 0
         _, end = await run(runtime, ask(1, 2, 3))
         assert isinstance(end, Finished)
 

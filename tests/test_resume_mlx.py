@@ -62,10 +62,10 @@ async def test_cut_at_every_token(family: str, tmp_path: Path) -> None:
                 keyed = replace(request, resume_key=f"{name} {cut}")
                 left = await interrupted(runtime, keyed, cut)
                 await settle(runtime)
-                if not left or not len(runtime._records):
+                if not left or not len(runtime.checkpoints):
                     # The answer was over: an end token came.
                     break
-                (record,) = runtime._records._kept.values()
+                (record,) = runtime.checkpoints._records._kept.values()
                 assert cut <= len(record.ids) < TOKENS
                 cuts += 1
                 again = await whole(runtime, keyed)
@@ -98,9 +98,9 @@ async def test_an_adapters_record_is_its_own(tmp_path: Path) -> None:
         await settle(runtime)
         for request, answer in zip((base, with_b), (expected[0], expected[2]), strict=True):
             _equal(await whole(runtime, request), answer)
-        assert len(runtime._records) == 1
+        assert len(runtime.checkpoints) == 1
         _equal(await whole(runtime, with_a), expected[1])
-        assert len(runtime._records) == 0
+        assert len(runtime.checkpoints) == 0
 
 
 def _equal(one: Any, other: Any) -> None:

@@ -35,6 +35,7 @@ class SsdFields(TypedDict):
     ssd_cache_verify: bool
     ssd_demote_idle: float
     ssd_write_budget_bytes: int | None
+    generation_checkpoint: int
 
 
 class Number(click.FloatRange):
@@ -184,6 +185,13 @@ def ssd_options(command: Command) -> Command:
     """The ``--ssd-`` options; see :func:`ssd_settings`."""
     for option in (
         click.option(
+            "--generation-checkpoint",
+            metavar="TOKENS",
+            type=click.IntRange(min=1),
+            help="Write answers that are greedy or have a seed down in --ssd-cache every so many "
+            "tokens, so that the same request goes on there after a crash.",
+        ),
+        click.option(
             "--ssd-write-budget",
             metavar="GB",
             type=Number(min=0, min_open=True),
@@ -229,7 +237,13 @@ def ssd_settings(flags: Mapping[str, Any]) -> SsdFields:
     folder: Path | None = flags["ssd_cache"]
     demote: float | None = flags["ssd_demote_idle"]
     if folder is None:
-        for name in ("ssd_cache_max", "ssd_cache_verify", "ssd_demote_idle", "ssd_write_budget"):
+        for name in (
+            "ssd_cache_max",
+            "ssd_cache_verify",
+            "ssd_demote_idle",
+            "ssd_write_budget",
+            "generation_checkpoint",
+        ):
             if flags[name] is not None and flags[name] is not False:
                 option = "--" + name.replace("_", "-")
                 raise click.UsageError(f"{option} says nothing without --ssd-cache.")
@@ -245,6 +259,7 @@ def ssd_settings(flags: Mapping[str, Any]) -> SsdFields:
         ssd_cache_verify=flags["ssd_cache_verify"],
         ssd_demote_idle=DEMOTE_IDLE if demote is None else demote,
         ssd_write_budget_bytes=decimal_bytes(flags["ssd_write_budget"]),
+        generation_checkpoint=flags["generation_checkpoint"] or 0,
     )
 
 

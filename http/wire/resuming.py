@@ -47,9 +47,9 @@ def ticket_in(
     ``header`` looks one up, in any case; ``name`` and ``restarts`` are those of the body.
     """
     name = name or header("x-request-id")
-    returns = header("last-event-id") is not None
+    read = position_in(header)
     if name is None:
-        if returns:
+        if read is not None:
             raise InvalidRequest("Last-Event-ID needs the request_id of its stream")
         return None
     if not _NAME.fullmatch(name):
@@ -57,7 +57,8 @@ def ticket_in(
             f"request_id: must be 1 to {MAX_NAME} printable ASCII characters without blanks",
             param="request_id",
         )
-    return StreamTicket(name, returns, restarts)
+    # Who has read nothing but the opening loses nothing when the answer is begun again.
+    return StreamTicket(name, read is not None and read != Position(), restarts)
 
 
 def position_in(header: Callable[[str], str | None]) -> Position | None:

@@ -54,17 +54,18 @@ class Records:
         """Of all records."""
         return self._bytes
 
-    def keep(self, record: Record) -> None:
-        """Remember how far an answer came, unless more of it is known already."""
+    def keep(self, record: Record) -> bool:
+        """Remember how far an answer came; False if as much of it is known already."""
         held = self._kept.get(record.identity)
         if not record.ids or (held is not None and len(held.ids) >= len(record.ids)):
-            return
+            return False
         self.remove(record.identity)
         self._kept[record.identity] = record
         self._bytes += record.nbytes
         while self._bytes > self._budget:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= dropped.nbytes
+        return True
 
     def find(self, identity: str) -> Record | None:
         """How far an answer came."""

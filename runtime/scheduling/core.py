@@ -61,6 +61,7 @@ class SchedulerCore:
         resolve: the revisions that adapter ids (None: the server's default) stand for now, in
             order. It raises a RequestError for an id that is not mounted.
         kv_limit: most bytes of state that rows of a model may reserve; None = no limit.
+        checkpoint: tokens after which the state of a row that asks for it is kept; 0 = never.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SchedulerCore:
         new_step: Callable[[], StepId],
         resolve: Callable[[tuple[str, ...] | None], tuple[str, ...]] = base_only,
         kv_limit: Callable[[ModelInfo], int | None] = lambda _: None,
+        checkpoint: int = 0,
     ) -> None:
         self.model: ModelInfo | None = None
         self.resolve = resolve
@@ -88,7 +90,11 @@ class SchedulerCore:
         self._numbers = 0
         self.sizer = ChunkSizer()
         self._planner = Planner(
-            self.sizer, reserve=self._reserve, new_snapshot=new_snapshot, cache=cache
+            self.sizer,
+            reserve=self._reserve,
+            new_snapshot=new_snapshot,
+            cache=cache,
+            checkpoint=checkpoint,
         )
         self._tally = Tally()
 

@@ -39,6 +39,7 @@ class RowSpec:
     leaves the queue. ``matcher`` restricts the text, and ends the row where nothing may follow.
     ``logprobs`` is how many alternatives' log-probabilities are wanted, None for no figures.
     ``replay`` is shorter than ``limit`` and counts in it; its tokens are reported first.
+    ``checkpoints``: its state is kept now and then while it runs.
     ``session`` is passed on to the prefix cache.
     """
 
@@ -51,6 +52,7 @@ class RowSpec:
     matcher: TokenMatcher | None = field(default=None, compare=False)
     logprobs: int | None = None
     replay: Replay | None = None
+    checkpoints: bool = False
     session: str | None = None
 
 

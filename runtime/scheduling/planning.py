@@ -66,7 +66,10 @@ class Planner:
         reserve: Reserve,
         new_snapshot: Callable[[], SnapshotId],
         cache: bool,
+        checkpoint: int = 0,
     ) -> None:
+        """``checkpoint``: tokens after which the state of a row that asks for it is kept again."""
+        self._checkpoint = checkpoint
         self._sizer = sizer
         self._reserve = reserve
         self._new_snapshot = new_snapshot
@@ -116,6 +119,9 @@ class Planner:
             elif row.keep_prompt and row.processed == row.prompt_goal and not row.launched_tokens:
                 row.keep_prompt = False
                 ids, kind = row.spec.prompt[:-1], "prompt"
+            elif self._is_due(row, len(row.known)) and model.can_cut(row.processed, len(row.known)):
+                row.kept = len(row.known)
+                ids, kind = row.known, "final"
             else:
                 continue
             if len(ids) >= KEEP_AT_LEAST:
@@ -124,6 +130,12 @@ class Planner:
                 pending = PendingKeep(snapshot, ids, kind, row.adapters, session)
                 kept.append((KeepRow(row.id, len(ids), snapshot), pending))
         return kept
+
+    def _is_due(self, row: Row, tokens: int) -> bool:
+        """Whether a running row's state is to be kept again, when it has so many tokens."""
+        if not (self._cache and self._checkpoint and row.spec.checkpoints):
+            return False
+        return row.phase is Phase.DECODE and tokens - row.kept >= self._checkpoint
 
     def _starts(
         self, rows: list[Row], model: ModelInfo
@@ -147,6 +159,7 @@ class Planner:
     def _start(self, row: Row, choice: Choice, model: ModelInfo) -> StartRow:
         row.processed = row.cached = choice.length
         row.fresh = row.remaining
+        row.kept = row.prompt_goal
         row.move(Phase.PREFILL if row.remaining else Phase.DECODE)
         prompt = len(row.spec.prompt)
         uncuttable = not model.can_cut(prompt + row.spec.limit, prompt - 1)
@@ -204,6 +217,13 @@ class Planner:
                 continue
             if row.keep_prompt:
                 # The prompt's state is copied at the head of the next step, before it changes.
+                continue
+            if (
+                row.in_flight
+                and not model.can_cut(row.processed, 1)
+                and self._is_due(row, row.processed)
+            ):
+                # Its state is kept as soon as all of its tokens are known.
                 continue
             longer = row.processed + 1
             if row.processed in waits.get(row.id, ()) and not model.can_cut(longer, row.processed):

@@ -58,6 +58,7 @@ class Row:
         generated: tokens known so far, replayed ones among them; the last one is not in the state
             unless a step ran ahead.
         replayed: how many of them come from an earlier row of the same request.
+        kept: tokens of the state that was kept last on the way.
         hit: what the prefix cache lent, until the row has started.
         asked_at: how many states the cache had been offered when it was asked for this row.
         asking: questions to the cache that it has not answered yet.
@@ -85,6 +86,7 @@ class Row:
     cancelled: bool = False
     adapters: tuple[str, ...] = ()
     replayed: int = 0
+    kept: int = 0
 
     @property
     def id(self) -> RowId:

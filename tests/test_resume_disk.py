@@ -1,0 +1,154 @@
+"""Answers that are written down: files that are whole or nothing; answers that outlive a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from company import WordTokenizer, company
+from resume_rig import interrupted, whole
+from tiny import EOS, make_checkpoint, prompt
+
+from mlx_troupe.actors.checkpoints import Checkpoints
+from mlx_troupe.actors.system import open_runtime
+from mlx_troupe.actors.testing import ScriptedDevice
+from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
+from mlx_troupe.runtime.requests import GenerationRequest, SamplingRequest, TokenPrompt
+from mlx_troupe.runtime.resume.files import MAX_FILES, RecordFiles
+from mlx_troupe.runtime.resume.records import Record
+from mlx_troupe.runtime.settings import Settings
+
+FIGURES = tuple(TokenLogprobs(-0.5, ((n, -0.5), (n + 1, float("-inf")))) for n in range(3))
+RECORD = Record("ab12", 2**64 - 1, (70_000, 5, 6), FIGURES)
+
+
+class TinyTokenizer(WordTokenizer):
+    """Words for ids, with the tiny models' own end token."""
+
+    eos_ids = frozenset({EOS})
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    """To the last figure; a newer one takes its place, and files are their owner's alone."""
+    files = RecordFiles(tmp_path / "answers")
+    files.open()
+    for record in (RECORD, replace(RECORD, ids=(1, 2), figures=(), seed=-(2**63))):
+        files.write(record)
+        assert RecordFiles(tmp_path / "answers").read("ab12") == record
+    (path,) = (tmp_path / "answers").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert files.read("other") is None
+    files.remove("ab12")
+    files.remove("ab12")
+    assert files.read("ab12") is None
+
+
+def test_anything_but_what_was_written_is_no_record(tmp_path: Path) -> None:
+    """Cut after any byte, or with any byte changed, or under another name."""
+    files = RecordFiles(tmp_path)
+    files.open()
+    files.write(RECORD)
+    path = tmp_path / "ab12.answer"
+    data = path.read_bytes()
+    for end in range(len(data)):
+        path.write_bytes(data[:end])
+        assert files.read("ab12") is None
+        path.write_bytes(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :])
+        assert files.read("ab12") is None
+    (tmp_path / "cd34.answer").write_bytes(data)
+    assert files.read("cd34") is None
+
+
+def test_opening_clears_what_is_left_over(tmp_path: Path) -> None:
+    """Half-written files go, and the oldest records beyond the bound."""
+    files = RecordFiles(tmp_path)
+    for n in range(MAX_FILES + 3):
+        (tmp_path / f"{n}.answer").write_bytes(b"")
+    (tmp_path / "x.0.part").write_bytes(b"half")
+    (tmp_path / "other.txt").write_text("not ours")
+    files.open()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "other.txt" in names
+    assert "x.0.part" not in names
+    assert len(names) == MAX_FILES + 1
+
+
+async def test_a_folder_that_fails_is_counted_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning; records in memory serve as before."""
+    (tmp_path / "file").write_text("in the way")
+    checkpoints = Checkpoints(4, RecordFiles(tmp_path / "file"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(checkpoints.run)
+        checkpoints.keep(RECORD)
+        checkpoints.keep(replace(RECORD, identity="cd34"))
+        with trio.fail_after(10):
+            await checkpoints.flush()
+        nursery.cancel_scope.cancel()
+    assert checkpoints.stats()["failed"] >= 2
+    assert len([r for r in caplog.records if "written down" in r.message]) == 1
+    assert await checkpoints.find("ab12") == RECORD
+
+
+@pytest.mark.parametrize("window", [None, 0], ids=["plain", "whole"])
+async def test_states_are_kept_on_the_way(
+    window: int | None, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Every so many tokens, of rows that may be gone on with, whatever their states are like."""
+    model = ModelInfo("scripted", 1000, 4096, frozenset({0}), trim_window=window, namespace="s")
+    device = ScriptedDevice(model)
+    ask = GenerationRequest(
+        TokenPrompt(tuple(range(1, 31))), SamplingRequest(temperature=0.0), max_tokens=40
+    )
+    async with company(device, generation_checkpoint=8) as (runtime, _):
+        runtime.checkpoints.every = 8
+        expected = await whole(runtime, ask)
+        lengths = [keep.length for plan in device.plans for keep in plan.keep]
+        assert [n for n in lengths if n < 69] == [37, 45, 53, 61]
+        device.plans.clear()
+        unseeded = replace(ask, sampling=SamplingRequest(temperature=1.0))
+        assert (await whole(runtime, unseeded)).texts == expected.texts
+        lengths = [keep.length for plan in device.plans for keep in plan.keep]
+        assert not [n for n in lengths if n in (37, 45, 53, 61)]
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+async def test_an_answer_outlives_its_runtime(family: str, tmp_path: Path) -> None:
+    """Another runtime on the same folder goes on, and says what one run would."""
+    settings = Settings(
+        make_checkpoint(tmp_path / "model", family),
+        "tiny",
+        batch=2,
+        ssd_cache=tmp_path / "cache",
+        generation_checkpoint=4,
+    )
+    for sampling in (
+        SamplingRequest(temperature=0.0),
+        SamplingRequest(temperature=1.0, seed=11, repetition_penalty=1.2),
+    ):
+        ask = GenerationRequest(
+            TokenPrompt(tuple(prompt(40, 3))), sampling, max_tokens=30, logprobs=1
+        )
+        async with open_runtime(replace(settings, ssd_cache=None), tokenizer=TinyTokenizer()) as r:
+            expected = await whole(r, ask)
+        assert expected.usage.completion_tokens > 20
+        async with open_runtime(settings, tokenizer=TinyTokenizer()) as runtime:
+            assert await interrupted(runtime, ask, 15)
+            await runtime.flush_cache(10)
+        async with open_runtime(settings, tokenizer=TinyTokenizer()) as runtime:
+            again = await whole(runtime, ask)
+            assert again.texts == expected.texts
+            assert again.usage.completion_tokens == expected.usage.completion_tokens
+            assert again.usage.cached_tokens == 40
+            stats = runtime.scheduler.core.stats()
+            assert stats.generated_tokens <= expected.usage.completion_tokens - 12
+        assert not list((tmp_path / "cache" / "answers").iterdir())
