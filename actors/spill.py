@@ -293,9 +293,11 @@ class SpillActor:
             await self._bell.wait()
 
     async def _rest(self, seconds: float) -> None:
-        """Leave the machine to the rows that run, unless somebody waits for the queue."""
+        """Leave the machine to the rows that run, unless somebody waits or states would be lost."""
         until = trio.current_time() + seconds
-        while self._view.stats.rows and not self._flushes and trio.current_time() < until:
+        while trio.current_time() < until:
+            if self._flushes or self.queue.is_pressed or not self._view.stats.rows:
+                return
             with trio.move_on_at(until):
                 await self._bell.wait()
 

@@ -7,9 +7,9 @@
 ``restart``: first token of a prompt cold, from memory, and after a restart from the disk.
 ``decode``: tokens a second of one stream, with windows in which the spill actor writes states of
 ``--tokens`` tokens (at most 2,000) without end between windows in which it is idle. ``caps``:
-distinct prompts through 200 MB of memory and 1 GB of disk; what both hold meanwhile, and what is
-left at the end; ``--tiny``: with a random model that computes next to nothing and has states of
-12 KB a token.
+distinct prompts through 200 MB of memory and ``--disk`` MB of disk (1,000); what both hold
+meanwhile, and what is left at the end; ``--tiny``: with a random model that computes
+next to nothing and has states of 12 KB a token.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ async def caps(settings: Settings, options: argparse.Namespace) -> None:
     settings = replace(
         settings,
         prompt_cache_bytes=200 * MB,
-        ssd_cache_max_bytes=1000 * MB,
+        ssd_cache_max_bytes=options.disk * MB,
         ssd_write_budget_bytes=options.budget * MB if options.budget else None,
     )
     assert settings.ssd_cache is not None
@@ -195,16 +195,22 @@ async def caps(settings: Settings, options: argparse.Namespace) -> None:
     tokenizer = ByteTokenizer() if options.tiny else None
     async with open_runtime(settings, tokenizer=tokenizer) as runtime:
         await runtime.wait_ready()
-        for seed in range(-100, 0):
-            await ask(runtime, prompt(seed))
-        await rest(runtime)
-        before = runtime.view.stats.active_bytes, resident_bytes()
-        todo = list(range(options.prompts))
-        began = time.perf_counter()
+        todo = list(range(-100, 0))
 
         async def client() -> None:
             while todo:
                 await ask(runtime, prompt(todo.pop()))
+
+        async def serve_all() -> None:
+            async with trio.open_nursery() as clients:
+                for _ in range(8):
+                    clients.start_soon(client)
+
+        await serve_all()
+        await rest(runtime)
+        before = runtime.view.stats.active_bytes, resident_bytes()
+        todo += range(options.prompts)
+        began = time.perf_counter()
 
         async def watch() -> None:
             folder = settings.ssd_cache
@@ -218,9 +224,7 @@ async def caps(settings: Settings, options: argparse.Namespace) -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
-            async with trio.open_nursery() as clients:
-                for _ in range(8):
-                    clients.start_soon(client)
+            await serve_all()
             await runtime.flush_cache(120)
             nursery.cancel_scope.cancel()
         seconds = time.perf_counter() - began
@@ -250,6 +254,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--budget", type=int, default=0, help="MB an hour; 0 = none")
+    parser.add_argument("--disk", type=int, default=1000, help="MB")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     run = {"restart": restart, "decode": decode, "caps": caps}[options.mode]

@@ -136,6 +136,11 @@ class SaveQueue:
         """States that stay on the device for the queue alone."""
         return tuple(self._owned)
 
+    @property
+    def is_pressed(self) -> bool:
+        """Whether states are about to be given up because memory let them go too fast."""
+        return 2 * self._owned_bytes > self._keep
+
     def take_freed(self) -> tuple[SnapshotId, ...]:
         """States that nobody needs on the device any more, each told once."""
         freed, self._freed = tuple(self._freed), []
