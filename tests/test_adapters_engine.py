@@ -364,7 +364,6 @@ def test_memory_returns_with_the_last_row(desk: Callable[[str], Desk], folders: 
     one.start({9: ()})
     one.decode(1, 9)
     one.end(9)
-    one.device.idle()
     before = settled_memory(one)
     a, b = (one.mount(folders.adapter("llama", letter)) for letter in "ab")
     loaded = {name: weakref.ref(one.adapters.chain([name])[0]) for name in (a, b)}
@@ -386,8 +385,9 @@ def test_memory_returns_with_the_last_row(desk: Callable[[str], Desk], folders: 
 
 
 def settled_memory(one: Desk) -> int:
-    """Bytes of live arrays, but for what the test itself recorded."""
+    """Bytes of live arrays at rest, but for what the test itself recorded."""
     one.logits.clear()
+    one.device.idle()
     gc.collect()
     return one.device.stats().active_bytes
 
