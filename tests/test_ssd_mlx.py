@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composition_rig import HEADS, KV, ByteTokenizer
+from composition_values import HEADS, KV
 from tiny import make_checkpoint, prompt
 
 from mlx_troupe.actors.system import Runtime, open_runtime
@@ -19,6 +19,7 @@ from mlx_troupe.runtime.requests import (
     TokenPrompt,
 )
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.testing import ByteTokenizer
 
 pytestmark = pytest.mark.mlx
 
