@@ -76,7 +76,7 @@ class Settings:
     generation_checkpoint: int = 0
     ssd_cache: Path | None = None
     ssd_cache_max_bytes: int | None = None
-    ssd_cache_verify: bool = False
+    ssd_cache_verify: bool = True
     ssd_demote_idle: float = 300.0
     ssd_write_budget_bytes: int | None = None
     adapters: tuple[Path, ...] = ()

@@ -27,7 +27,7 @@ def flags(**changes: Any) -> dict[str, Any]:
     return {
         "ssd_cache": None,
         "ssd_cache_max": None,
-        "ssd_cache_verify": False,
+        "ssd_cache_verify": None,
         "ssd_demote_idle": None,
         "ssd_write_budget": None,
         "generation_checkpoint": None,
@@ -44,12 +44,14 @@ def test_the_flags_make_settings() -> None:
     expected = {
         "ssd_cache": folder,
         "ssd_cache_max_bytes": 1_500_000_000,
-        "ssd_cache_verify": False,
+        "ssd_cache_verify": True,
         "ssd_demote_idle": 300.0,
         "ssd_write_budget_bytes": 2_000_000_000,
     }
     assert {name: value for name, value in given.items() if name in expected} == expected
     assert ssd_settings(flags(ssd_cache=folder, ssd_demote_idle=0.0))["ssd_demote_idle"] == 0
+    trusting = ssd_settings(flags(ssd_cache=folder, ssd_cache_verify=False))
+    assert not trusting["ssd_cache_verify"]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_the_flags_make_settings() -> None:
     [
         (("--ssd-cache-max", "5"), "--ssd-cache-max says nothing without --ssd-cache"),
         (("--ssd-cache-verify",), "--ssd-cache-verify says nothing without --ssd-cache"),
+        (("--no-ssd-cache-verify",), "--no-ssd-cache-verify says nothing without --ssd-cache"),
         (("--ssd-demote-idle", "0"), "--ssd-demote-idle says nothing without --ssd-cache"),
         (("--ssd-write-budget", "1"), "--ssd-write-budget says nothing without --ssd-cache"),
         (("--ssd-cache", "x", "--paged-kv"), "--ssd-cache and --paged-kv exclude each other"),

@@ -206,10 +206,10 @@ def ssd_options(command: Command) -> Command:
             f"never. Unset: {DEMOTE_IDLE:g}.",
         ),
         click.option(
-            "--ssd-cache-verify",
-            is_flag=True,
-            help="Compare all that is read from --ssd-cache with its digest; slower. Headers are "
-            "always compared.",
+            "--ssd-cache-verify/--no-ssd-cache-verify",
+            default=None,
+            help="Compare all that is read from --ssd-cache with its digest, or only the headers. "
+            "On unless said.",
         ),
         click.option(
             "--ssd-cache-max",
@@ -244,8 +244,8 @@ def ssd_settings(flags: Mapping[str, Any]) -> SsdFields:
             "ssd_write_budget",
             "generation_checkpoint",
         ):
-            if flags[name] is not None and flags[name] is not False:
-                option = "--" + name.replace("_", "-")
+            if flags[name] is not None:
+                option = ("--no-" if flags[name] is False else "--") + name.replace("_", "-")
                 raise click.UsageError(f"{option} says nothing without --ssd-cache.")
     elif flags["paged_kv"]:
         raise click.UsageError(
@@ -256,7 +256,7 @@ def ssd_settings(flags: Mapping[str, Any]) -> SsdFields:
     return SsdFields(
         ssd_cache=folder,
         ssd_cache_max_bytes=decimal_bytes(flags["ssd_cache_max"]),
-        ssd_cache_verify=flags["ssd_cache_verify"],
+        ssd_cache_verify=flags["ssd_cache_verify"] is not False,
         ssd_demote_idle=DEMOTE_IDLE if demote is None else demote,
         ssd_write_budget_bytes=decimal_bytes(flags["ssd_write_budget"]),
         generation_checkpoint=flags["generation_checkpoint"] or 0,

@@ -78,7 +78,7 @@ class SpillStore:
         folder: Path,
         *,
         max_bytes: int | None = None,
-        verify: bool = False,
+        verify: bool = True,
         clock: Callable[[], float] = time.time,
         files: Files | None = None,
     ) -> None:
