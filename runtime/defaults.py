@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .budgets import room_for_answer
+from .curves import fault_of
 from .device import MAX_LOGPROBS, ModelInfo
 from .errors import ContextLengthExceeded, InvalidRequest
-from .requests import DEFAULT_HLG, GenerationRequest, Hlg, HlgRequest, Sampling, SamplingRequest
+from .requests import (
+    DEFAULT_HLG,
+    GenerationRequest,
+    Hlg,
+    HlgRequest,
+    Sampling,
+    SamplingRequest,
+)
 from .settings import Settings
 
 MAX_STOPS = 16
@@ -70,14 +78,13 @@ def resolve_sampling(
         raise InvalidRequest(
             f"repetition_penalty must be over 0, got {repetition}", param="repetition_penalty"
         )
-    hlg = _curve(wanted.hlg, defaults)
-    if hlg is not None:
-        top_k = 0
+    hlg = _hlg(wanted, defaults)
+    bent = hlg is not None or wanted.curve is not None
     top_p = _within("top_p", wanted.top_p, 0.0, 1.0, defaults.top_p)
     return Sampling(
         temperature=_within("temperature", wanted.temperature, 0.0, 5.0, defaults.temperature),
-        top_p=top_p if hlg is None else 0.0,
-        top_k=0 if top_k < 0 or top_k >= model.vocab_size else top_k,
+        top_p=0.0 if bent else top_p,
+        top_k=0 if bent or top_k < 0 or top_k >= model.vocab_size else top_k,
         min_p=_within("min_p", wanted.min_p, 0.0, 1.0, defaults.min_p),
         xtc_probability=_within("xtc_probability", wanted.xtc_probability, 0.0, 1.0, 0.0),
         xtc_threshold=_within("xtc_threshold", wanted.xtc_threshold, 0.0, 0.5, 0.1),
@@ -90,10 +97,22 @@ def resolve_sampling(
         frequency_penalty=_within("frequency_penalty", wanted.frequency_penalty, -2.0, 2.0, 0.0),
         frequency_context_size=_window("frequency", wanted.frequency_context_size),
         hlg=hlg,
+        curve=wanted.curve,
     )
 
 
-def _curve(wanted: HlgRequest | None, defaults: SamplingDefaults) -> Hlg | None:
+def _hlg(wanted: SamplingRequest, defaults: SamplingDefaults) -> Hlg | None:
+    """The HLG curve, unless the request brings one of its own; that is checked too."""
+    if wanted.curve is None:
+        return _checked_hlg(wanted.hlg, defaults)
+    if (fault := fault_of(wanted.curve)) is not None:
+        raise InvalidRequest(f"curve {fault}", param="curve")
+    if wanted.hlg is not None and _checked_hlg(wanted.hlg, defaults) is not None:
+        raise InvalidRequest("curve and hlg exclude each other", param="curve")
+    return None
+
+
+def _checked_hlg(wanted: HlgRequest | None, defaults: SamplingDefaults) -> Hlg | None:
     """The curve that stands in for the temperature, None for none; its figures are checked."""
     if wanted is None:
         return defaults.hlg if defaults.hlg_sampling else None

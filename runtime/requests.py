@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from .curves import Points
 from .errors import TroupeError
 from .grammars import Grammar
 
@@ -54,7 +55,8 @@ class Sampling:
     ``temperature`` 0 means argmax. ``top_p`` outside (0, 1), ``min_p`` 0 and ``top_k`` 0 (or
     ≥ vocabulary) are off. ``seed`` is always set: the draw at token position *p* depends on
     ``(seed, p)`` alone, whatever shares the batch. Penalty windows count tokens; 0 = all.
-    With ``hlg`` top-p and top-k are off.
+    With ``hlg`` or ``curve`` top-p and top-k are off. ``curve`` goes through these points and bends
+    log-probabilities before the temperature divides them.
     """
 
     temperature: float = 0.0
@@ -72,6 +74,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
     hlg: Hlg | None = None
+    curve: Points | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class SamplingRequest:
     frequency_penalty: float | None = None
     frequency_context_size: int | None = None
     hlg: HlgRequest | None = None
+    curve: Points | None = None
 
 
 @dataclass(frozen=True, slots=True)

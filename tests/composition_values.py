@@ -69,6 +69,7 @@ SAMPLING: dict[str, SamplingRequest] = {
         logit_bias=((5, 2.0), (70, -3.0), (101, 1.5)),
     ),
     "hlg": SamplingRequest(temperature=0.8, hlg=HlgRequest(enabled=True, toe=3.0)),
+    "curve": SamplingRequest(temperature=0.8, curve=((-12.0, -30.0), (-4.0, -3.0), (0.0, 0.0))),
 }
 SCHEMA = {
     "type": "object",

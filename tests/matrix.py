@@ -30,7 +30,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "shared KV",
         "row by row",
     ),
-    "sampling": ("greedy", "filters", "penalties", "hlg"),
+    "sampling": ("greedy", "filters", "penalties", "hlg", "curve"),
     "seed": ("given", "shared", "none"),
     "logprobs": ("off", "chosen", "top 5"),
     "grammar": ("none", "json_schema", "regex", "choice"),
@@ -43,7 +43,7 @@ AXES: dict[str, tuple[str, ...]] = {
 EXPLAINED: dict[str, str] = {
     "kv": "`--kv-quant` off, 4, 8, config, turbo; `--paged-kv`; `AffineKV(8, start=30)`",
     "family": "llama; with a window; gemma2; qwen3_5; qwen3_moe; gemma4_text; stablelm",
-    "sampling": "best token; top-p, min-p, XTC, top-k; three penalties and a bias; `hlg`",
+    "sampling": "best token; top-p, min-p, XTC, top-k; three penalties and a bias; `hlg`; `curve`",
     "seed": "its own; that of its neighbours; none",
     "logprobs": "`logprobs`, `top_logprobs`",
     "grammar": "`response_format`, `guided_regex`, `guided_choice`",

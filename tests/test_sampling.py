@@ -77,6 +77,7 @@ samplings = st.builds(
     repetition_penalty=st.sampled_from([0.0, 1.0, 1.3]),
     presence_penalty=st.sampled_from([0.0, 0.5]),
     hlg=st.sampled_from([None, None, Hlg(), Hlg(shoulder=0.0, toe=0.0)]),
+    curve=st.sampled_from([None, None, ((-6.0, -9.0), (0.0, 0.0)), ((-9.0, -2.0), (-1.0, -1.0))]),
 )
 
 
@@ -109,8 +110,8 @@ def test_sixteen_different_samplers_at_once(kit: Kit) -> None:
         Sampling(0.9, top_p=0.98, xtc_probability=0.5),
         Sampling(1.0, hlg=Hlg()),
         Sampling(1.5, min_p=0.1, hlg=Hlg(shoulder=0.0)),
+        Sampling(0.9, curve=((-8.0, -16.0), (-3.0, -2.0), (-0.5, -1.0), (0.0, 0.0))),
         Sampling(0.3, top_p=0.5),
-        Sampling(1.0, top_k=100),
         Sampling(0.9, top_k=64, xtc_probability=1.0, xtc_threshold=0.05),
         Sampling(2.0, top_p=0.99),
     ]
@@ -405,13 +406,15 @@ def test_a_lone_greedy_row_takes_what_mlx_lm_takes(
         {"repetition_penalty": -2.0},
         {"hlg": Hlg(toe=-1.0)},
         {"hlg": Hlg(width=math.nan)},
+        {"curve": ((-1.0, math.nan), (0.0, 0.0))},
+        {"curve": ((0.0, 0.0), (-1.0, -1.0))},
         {"logit_bias": ((VOCAB, 1.0),)},
         {"logit_bias": ((-1, 1.0),)},
     ],
 )
 def test_parameters_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     """A row with impossible parameters never starts."""
-    with pytest.raises(ValueError, match=r"is .* outside|logit_bias"):
+    with pytest.raises(ValueError, match=r"is .* outside|logit_bias|curve"):
         RowSampler(dataclasses.replace(Sampling(), **changes), PROMPT, VOCAB)
 
 

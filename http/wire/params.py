@@ -18,9 +18,15 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mlx_troupe.runtime.curves import LOWEST_POINT, MAX_POINTS
 from mlx_troupe.runtime.defaults import MAX_STOPS
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
-from mlx_troupe.runtime.requests import GenerationRequest, HlgRequest, Prompt, SamplingRequest
+from mlx_troupe.runtime.requests import (
+    GenerationRequest,
+    HlgRequest,
+    Prompt,
+    SamplingRequest,
+)
 
 from .adapters import to_adapters
 from .parsing import INT64
@@ -36,6 +42,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0)]
 Nats = Annotated[float, Meta(ge=0, le=100)]
+Below = Annotated[float, Meta(ge=LOWEST_POINT, le=0)]
+Curve = Annotated[list[tuple[Below, Below]], Meta(min_length=2, max_length=MAX_POINTS)]
 
 
 class StreamOptions(Struct):
@@ -77,6 +85,7 @@ class GenerationParams(StructuredParams, kw_only=True):
     frequency_penalty: Penalty | None = None
     frequency_context_size: Count | None = None
     hlg: HlgParams | None = None
+    curve: Curve | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -156,6 +165,7 @@ def to_sampling(params: GenerationParams, vocab_size: int | None) -> SamplingReq
         frequency_penalty=params.frequency_penalty,
         frequency_context_size=params.frequency_context_size,
         hlg=to_hlg(params.hlg),
+        curve=None if params.curve is None else tuple(params.curve),
     )
 
 

@@ -2,7 +2,8 @@
 
 Pure functions over rows that need the same filters, each row with its own parameters; on the device
 thread, on a GPU's arrays or on values that a CPU has computed (the kit says which). The order is
-mlx-lm's: top-p, min-p, XTC, top-k, temperature. HLG stands in for the temperature.
+mlx-lm's: top-p, min-p, XTC, top-k, temperature. HLG stands in for the temperature; a curve of the
+client's comes before it.
 
 Scores ``x`` are float32 [N, V] log-probabilities relative to the row's best token, so at most 0.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..requests import Hlg, Sampling
+from .curves import Curves, curves_of, transfer
 from .randomness import pick
 from .selection import Kit
 
@@ -35,10 +37,12 @@ class Needs:
     top_k: bool
     few: int
     hlg: bool
+    curve: bool
 
     def coarse(self) -> Needs:
         """What must be equal for rows to be drawn together with all the filters of both."""
-        return Needs(False, False, self.few > 0 and self.xtc, False, self.few, self.hlg)
+        xtc = self.few > 0 and self.xtc
+        return Needs(False, False, xtc, False, self.few, self.hlg, self.curve)
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -48,20 +52,23 @@ class Needs:
             self.top_k or other.top_k,
             max(self.few, other.few),
             self.hlg or other.hlg,
+            self.curve or other.curve,
         )
 
 
 def needs_of(sampling: Sampling, vocab_size: int) -> Needs:
     """What one row needs."""
-    top_k = 0 < sampling.top_k < vocab_size and sampling.hlg is None
+    straight = sampling.hlg is None and sampling.curve is None
+    top_k = 0 < sampling.top_k < vocab_size and straight
     fits = [few for few in FEW if sampling.top_k <= few < vocab_size]
     return Needs(
-        top_p=0 < sampling.top_p < 1 and sampling.hlg is None,
+        top_p=0 < sampling.top_p < 1 and straight,
         min_p=sampling.min_p > 0,
         xtc=sampling.xtc_probability > 0,
         top_k=top_k,
         few=fits[0] if top_k and fits else 0,
         hlg=bends(sampling.hlg),
+        curve=sampling.curve is not None,
     )
 
 
@@ -72,7 +79,10 @@ def bends(hlg: Hlg | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The rows' parameters, [N, 1] each, and ``removable`` [V]: what XTC may remove."""
+    """The rows' parameters, [N, 1] each, and ``removable`` [V]: what XTC may remove.
+
+    ``drawn`` are there if all rows have curves of their own.
+    """
 
     temperature: Any
     top_p: Any
@@ -85,6 +95,7 @@ class Parameters:
     toe: Any
     pivot: Any
     removable: Any
+    drawn: Curves | None
 
 
 def parameters_of(kit: Kit, rows: Sequence[Sampling], removable: Any) -> Parameters:
@@ -96,6 +107,7 @@ def parameters_of(kit: Kit, rows: Sequence[Sampling], removable: Any) -> Paramet
         return kit.xp.array([[value] for value in values], dtype=kit.xp.float32)
 
     curves = [s.hlg or Hlg() for s in rows]
+    drawn = [s.curve for s in rows if s.curve is not None]
     return Parameters(
         temperature=column([s.temperature for s in rows]),
         top_p=column([s.top_p if n.top_p else 2.0 for s, n in zip(rows, needs, strict=True)]),
@@ -110,6 +122,7 @@ def parameters_of(kit: Kit, rows: Sequence[Sampling], removable: Any) -> Paramet
         toe=column([c.toe for c in curves]),
         pivot=column([c.pivot_offset for c in curves]),
         removable=removable,
+        drawn=curves_of(kit, drawn) if len(drawn) == len(rows) else None,
     )
 
 
@@ -132,6 +145,10 @@ def choose(kit: Kit, needs: Needs, x: Any, rows: Parameters, numbers: Any) -> An
 
 def weigh(kit: Kit, needs: Needs, x: Any, rows: Parameters) -> Any:
     """Unfiltered weights at the rows' temperature or on their curve; the best token weighs 1."""
+    if needs.curve and rows.drawn is not None:
+        weights = kit.xp.exp(transfer(kit, x, rows.drawn) / rows.temperature)
+        # However flat the curve ends: what a grammar forbids is never drawn.
+        return kit.xp.where(x > -kit.xp.inf, weights, 0)
     if not needs.hlg:
         return kit.xp.exp(x / rows.temperature)
     y = bend(kit, x, rows)

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..curves import fault_of
 from ..device import MAX_LOGPROBS
 from ..requests import Sampling
 from .filters import Needs, Parameters, choose, needs_of, parameters_of
@@ -302,6 +303,8 @@ def _check(sampling: Sampling, vocab_size: int) -> None:
     for name, value, low, high in ranges:
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}, outside [{low}, {high}]")
+    if sampling.curve is not None and (fault := fault_of(sampling.curve)) is not None:
+        raise ValueError(f"curve {fault}")
     strangers = [i for i, _ in sampling.logit_bias if not 0 <= i < vocab_size]
     if strangers:
         raise ValueError(f"logit_bias names token {strangers[0]} of a vocabulary of {vocab_size}")

@@ -24,6 +24,7 @@ SAMPLED = (
     ),
     Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01),
     Sampling(temperature=1.0, hlg=Hlg()),
+    Sampling(temperature=1.0, curve=((-9.0, -12.0), (-3.0, -2.0), (0.0, 0.0))),
 )
 """On a GPU the first use of an operation compiles it, for which everybody would wait."""
 
