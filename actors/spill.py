@@ -88,6 +88,8 @@ class SpillActor:
         self._importing: SnapshotId | None = None
         self._flushes: list[FlushDisk] = []
         self._bell = Bell()
+        # The folder cannot be opened: nothing is written until it is tried again.
+        self._is_shut = False
         self._told: set[str] = set()
 
     async def run(self) -> None:
@@ -161,10 +163,13 @@ class SpillActor:
                 await self._disk.open()
             except SpillFault as fault:
                 self._tell(fault)
+                self._is_shut = True
             else:
+                self._is_shut = False
                 self._ready()
                 return
             self._ready()
+            self._bell.ring()
             await trio.sleep(REOPEN_AFTER)
 
     async def _lose_patience(self) -> None:
@@ -306,7 +311,7 @@ class SpillActor:
     async def _flush(self, flush: FlushDisk) -> None:
         began = trio.current_time()
         with trio.move_on_at(flush.until):
-            while len(self.queue):
+            while len(self.queue) and not self._is_shut:
                 await self._bell.wait()
         flush.reply.set(self._report(flush, trio.current_time() - began))
         self._flushes.remove(flush)

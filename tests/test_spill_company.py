@@ -365,6 +365,29 @@ async def test_a_flush_says_what_is_not_safe_in_time(autojump_clock) -> None:
         assert report.longest_tokens == 304
 
 
+async def test_nobody_waits_for_a_folder_that_is_not_there(autojump_clock) -> None:
+    """Neither a flush nor a stop: what is not safe is told at once, and written once it can be."""
+    disk = ScriptedDisk()
+    disk.fault = faults.FolderGone("not mounted")
+    async with company(disk=disk) as (runtime, _):
+        await cached(runtime, *LONG)
+        began = trio.current_time()
+        report = await runtime.flush_cache(120)
+        assert (report.durable, report.missing, report.pending) == (False, 1, 1)
+        disk.fault = None
+        await trio.sleep(60)
+        assert (await runtime.flush_cache(120)).durable
+        assert trio.current_time() - began < 65
+    disk.fault, disk.is_open = faults.FolderGone("not mounted"), False
+    async with company(disk=disk) as (runtime, _):
+        await cached(runtime, *range(400, 500))
+        began = trio.current_time()
+        report = await runtime.drain_to_disk(120)
+        assert report is not None
+        assert report.missing == 1
+        assert trio.current_time() - began < 1
+
+
 async def test_a_stop_lets_rows_end_and_writes_what_they_computed(autojump_clock) -> None:
     """The state of a row that was still running when the stop came is found afterwards."""
     disk = ScriptedDisk(save_seconds=2.0)
