@@ -257,8 +257,8 @@ class GpuActor:
 
     async def _listen(self) -> None:
         while True:
-            event = await self._worker.receive()
-            self._handle(event)
+            # No name for it here: it would hold an exported state's bytes until the next event.
+            self._handle(await self._worker.receive())
 
     def _handle(self, event: WorkerEvent) -> None:
         match event:
