@@ -29,6 +29,7 @@ from watched_device import Watched, recorded, sort_out
 
 from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.runtime.grammars import RegexGrammar
+from mlx_troupe.runtime.kvschemes import start_of
 from mlx_troupe.runtime.requests import (
     Failed,
     Finished,
@@ -139,8 +140,8 @@ class Company:
         adapters: tuple[str, ...] | None = None,
     ) -> list[int]:
         request = self._request({**case, "grammar": "none", "logprobs": "off"}, ids)
-        if not self.can_cut:
-            # An end is found a step late, and a ring that has turned cannot go back a token.
+        if start_of(self.kv):
+            # An end is found a step late, and the step that encodes a row cannot be taken back.
             bias = ((EOS, -100.0), *request.sampling.logit_bias)
             request = replace(request, sampling=replace(request.sampling, logit_bias=bias))
         adapters = request.adapters if adapters is None else adapters

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from mlx_troupe.runtime.device import (
     Cold,
+    KeepRow,
     PrefillRow,
     RowFailed,
     RowId,
@@ -22,8 +26,10 @@ from mlx_troupe.runtime.device import (
     StepPlan,
 )
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.snapshots import arrays_of
 from mlx_troupe.runtime.kvschemes import KVScheme, PlainKV
 from mlx_troupe.runtime.requests import Sampling
+from mlx_troupe.runtime.spill.state import HostLayer, HostState
 
 GREEDY = Sampling()
 
@@ -97,10 +103,53 @@ class Driver:
             done = self.step(prefill=(PrefillRow(row, count),))
         return done
 
-    def decode(self, count: int, *rows: RowId, **first: Any) -> None:
-        """``count`` tokens for each of ``rows``, all settled; none of them may fail."""
-        before = len(self.failed)
+    def decode(self, count: int, *rows: RowId, **first: Any) -> list[int]:
+        """``count`` tokens for each of ``rows``, all settled; none of them may fail.
+
+        Returns what the first of them has said since.
+        """
+        before, said = len(self.failed), len(self.tokens[rows[0]])
         for i in range(count):
             self.step(decode=rows, **(first if i == 0 else {}))
         self.drain()
         assert not [failed for failed in self.failed[before:] if failed.row in rows]
+        return self.tokens[rows[0]][said:]
+
+    def keep(self, row: RowId, length: int, snapshot: SnapshotId) -> SnapshotMade:
+        """Keep the first ``length`` tokens of a row, which must be possible."""
+        self.step(keep=(KeepRow(row, length, snapshot),))
+        self.drain()
+        kept = self.kept[snapshot]
+        assert isinstance(kept, SnapshotMade), kept
+        return kept
+
+    def export(self, snapshot: SnapshotId, slice_: int = 2) -> HostState:
+        """A whole kept state, ``slice_`` layers at a time."""
+        layers: list[HostLayer] = []
+        while part := self.device.export(snapshot, len(layers), slice_):
+            layers += part
+        return HostState(self._whole(snapshot)[1], tuple(layers))
+
+    def assert_same_state(self, one: SnapshotId, other: SnapshotId) -> None:
+        """Two kept states have every bit in common, every number beside it, every kind of cache."""
+        (first, length), (second, as_long) = self._whole(one), self._whole(other)
+        assert length == as_long
+        assert [_told(c.state) for c in first] == [_told(c.state) for c in second]
+        assert [type(c) for c in first] == [type(c) for c in second]
+        for x, y in zip(_bytes(first), _bytes(second), strict=True):
+            assert np.array_equal(x, y)
+
+    def _whole(self, snapshot: SnapshotId) -> tuple[list[Any], int]:
+        parts = self.device._parts
+        assert parts is not None
+        return parts.states._snapshots.whole(snapshot)
+
+
+def _bytes(caches: list[Any]) -> list[np.ndarray]:
+    return [np.array(x.reshape(-1).view(mx.uint8)) for x in arrays_of(caches)]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return str(value.dtype), tuple(value.shape)
+    return [_told(v) for v in value] if isinstance(value, list | tuple) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,24 +15,16 @@ import pytest
 import tiny
 import tiny_families
 import tiny_hybrids
+from device_rig import Driver
 from kv_rig import CONFIG
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlx_troupe.runtime.device import (
-    Cold,
     FromSnapshot,
-    KeepRow,
-    PrefillRow,
     RowId,
     SnapshotId,
-    SnapshotMade,
-    Source,
     StartRow,
-    StepDone,
-    StepId,
-    StepPlan,
 )
-from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.hosting import Hosting
 from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN
 from mlx_troupe.runtime.engine.sampling import Sampler
@@ -42,7 +34,6 @@ from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, PerLayerK
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.spill.state import (
     HostArray,
-    HostLayer,
     HostState,
     StateMismatch,
     cut_tokens,
@@ -91,82 +82,13 @@ def folder(name: str) -> Path:
     return path
 
 
-class Driver:
-    """One device, a step at a time; ``logits`` are those of every draw."""
-
-    def __init__(self, name: str, kv: KVScheme, dtype: Any) -> None:
-        self.device = MLXDevice(folder(name), name="tiny", dtype=dtype, kv=kv)
-        self.info = self.device.open()
-        self._steps = 0
-
-    def step(self, **parts: Any) -> StepDone:
-        """Launch, push and settle; no row may fail."""
-        self._steps += 1
-        self.device.launch(StepPlan(StepId(self._steps), **parts))
-        self.device.push()
-        done = self.device.settle()
-        assert not done.failed, done.failed
-        return done
-
-    def start(self, row: RowId, ids: Sequence[int], source: Source | None = None) -> None:
-        """A row, prefilled but for its last id."""
-        have = source.length if isinstance(source, FromSnapshot) else 0
-        self.step(start=(StartRow(row, tuple(ids), Sampling(), source or Cold()),))
-        if len(ids) - 1 > have:
-            self.step(prefill=(PrefillRow(row, len(ids) - 1 - have),))
-
-    def decode(self, count: int, row: RowId, *others: RowId) -> list[int]:
-        """The next ids of ``row``, which may share its steps."""
-        drawn: list[int] = []
-        for _ in range(count):
-            done = self.step(decode=(row, *others))
-            drawn += [s.token for s in done.sampled if s.row == row]
-        return drawn
-
-    def keep(self, row: RowId, length: int, snapshot: SnapshotId = KEPT) -> SnapshotMade:
-        """Keep the first ``length`` tokens of a row."""
-        (kept,) = self.step(keep=(KeepRow(row, length, snapshot),)).kept
-        assert isinstance(kept, SnapshotMade), kept
-        return kept
-
-    def export(self, snapshot: SnapshotId = KEPT, slice_: int = 2) -> HostState:
-        """A whole state, ``slice_`` layers at a time."""
-        layers: list[HostLayer] = []
-        while part := self.device.export(snapshot, len(layers), slice_):
-            layers += part
-        return HostState(self._length(snapshot), tuple(layers))
-
-    def arrays(self, snapshot: SnapshotId) -> list[np.ndarray]:
-        """The raw bytes of a kept state, and everything else that it is made of."""
-        caches, _ = self._kept(snapshot)
-        return [np.array(x.reshape(-1).view(mx.uint8)) for x in arrays_of(caches)]
-
-    def rest(self, snapshot: SnapshotId) -> list[Any]:
-        """What a state has beside its arrays: numbers and words, in place of arrays their types."""
-
-        def told(value: Any) -> Any:
-            if isinstance(value, mx.array):
-                return str(value.dtype), tuple(value.shape)
-            return [told(v) for v in value] if isinstance(value, list | tuple) else value
-
-        return [told(cache.state) for cache in self._kept(snapshot)[0]]
-
-    def _kept(self, snapshot: SnapshotId) -> tuple[list[Any], int]:
-        parts = self.device._parts
-        assert parts is not None
-        return parts.states._snapshots.whole(snapshot)
-
-    def _length(self, snapshot: SnapshotId) -> int:
-        return self._kept(snapshot)[1]
-
-
 @pytest.fixture
 def drive() -> Iterator[Callable[..., Driver]]:
     """Opens drivers and closes their devices."""
     opened: list[Driver] = []
 
     def open_(name: str, kv: KVScheme = PLAIN_KV, dtype: str = "float32") -> Driver:
-        opened.append(Driver(name, kv, dtype))
+        opened.append(Driver(folder(name), kv=kv, dtype=dtype))
         return opened[-1]
 
     yield open_
@@ -186,13 +108,6 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
     monkeypatch.setattr(Sampler, "draw", recording)
     return seen
-
-
-def assert_same_state(driver: Driver, one: SnapshotId, other: SnapshotId) -> None:
-    """Every bit, every number beside it, every kind of cache."""
-    assert driver.rest(one) == driver.rest(other)
-    for x, y in zip(driver.arrays(one), driver.arrays(other), strict=True):
-        assert np.array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -216,10 +131,10 @@ def test_what_comes_back_goes_on_bit_for_bit(
         if batched:
             driver.start(company, tiny.prompt(9, seed=100 + number))
         driver.decode(1, row, *(company,) * batched)
-        made = driver.keep(row, length)
-        back = driver.device.import_state(BACK, driver.export())
+        made = driver.keep(row, length, KEPT)
+        back = driver.device.import_state(BACK, driver.export(KEPT))
         assert (back.length, back.nbytes) == (made.length, made.nbytes)
-        assert_same_state(driver, KEPT, BACK)
+        driver.assert_same_state(KEPT, BACK)
         text = (*ids, 3)
         outcomes = []
         driver.step(end=(row, company) if batched else (row,))
@@ -244,8 +159,8 @@ def test_a_state_comes_back_in_another_process_life(
     driver = drive(name, kv)
     ids = tiny.prompt(40)
     driver.start(A, ids)
-    driver.keep(A, 39)
-    state = driver.export()
+    driver.keep(A, 39, KEPT)
+    state = driver.export(KEPT)
     copied = HostState(
         state.length,
         tuple(
@@ -276,8 +191,8 @@ def test_a_delta_behind_an_earlier_state_is_the_later_state(
     driver = drive(name, kv)
     driver.start(A, tiny.prompt(length))
     driver.decode(1, A)
-    driver.keep(A, length)
-    before = driver.export()
+    driver.keep(A, length, KEPT)
+    before = driver.export(KEPT)
     driver.decode(12, A)
     driver.keep(A, length + 12, OTHER)
     after = driver.export(OTHER)
@@ -287,7 +202,7 @@ def test_a_delta_behind_an_earlier_state_is_the_later_state(
             join(before, delta)
         return
     driver.device.import_state(BACK, join(before, delta))
-    assert_same_state(driver, OTHER, BACK)
+    driver.assert_same_state(OTHER, BACK)
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES | tiny_families.FAMILIES))
@@ -316,9 +231,9 @@ def test_encoded_layers_in_lists_are_kept_and_come_back(
     assert any(type(cache) is CacheList for cache in caches)
     driver.start(A, tiny.prompt(20))
     drawn = driver.decode(1, A)
-    driver.keep(A, 20)
-    driver.device.import_state(BACK, driver.export())
-    assert_same_state(driver, KEPT, BACK)
+    driver.keep(A, 20, KEPT)
+    driver.device.import_state(BACK, driver.export(KEPT))
+    driver.assert_same_state(KEPT, BACK)
     driver.start(B, (*tiny.prompt(20), drawn[0]), FromSnapshot(BACK, 20))
     assert driver.decode(4, B) == driver.decode(4, A)
 
@@ -327,7 +242,7 @@ def test_layers_leave_in_slices(drive: Callable[..., Driver]) -> None:
     """Slices of any size make the same state; beyond its end there is nothing."""
     driver = drive("sliding")
     driver.start(A, tiny.prompt(20))
-    driver.keep(A, 19)
+    driver.keep(A, 19, KEPT)
     whole = driver.device.export(KEPT, 0, 99)
     assert len(whole) == 3
     for size in (1, 2, 3):
@@ -340,8 +255,8 @@ def test_exported_bytes_outlive_the_state(drive: Callable[..., Driver]) -> None:
     driver = drive("plain")
     ids = tiny.prompt(20)
     driver.start(A, ids)
-    driver.keep(A, 19)
-    state = driver.export()
+    driver.keep(A, 19, KEPT)
+    state = driver.export(KEPT)
     image = [bytes(x.data) for y in state.layers for x in y.arrays]
     driver.start(B, ids, FromSnapshot(KEPT, 19))
     driver.device.release((KEPT,))
@@ -408,8 +323,8 @@ def test_what_is_no_state_of_the_model_is_refused(
     ids = tiny.prompt(length)
     driver.start(A, ids)
     drawn = driver.decode(1, A)
-    driver.keep(A, length)
-    state = driver.export()
+    driver.keep(A, length, KEPT)
+    state = driver.export(KEPT)
     before = driver.device.stats()
     refused = 0
     for wrong in hostile(state):
@@ -430,8 +345,8 @@ def test_states_of_another_model_are_refused(drive: Callable[..., Driver]) -> No
     drivers = [drive(name, kv) for name, kv in FORMS if kv != PerLayerKV()]
     for number, driver in enumerate(drivers):
         driver.start(A, tiny.prompt(30))
-        driver.keep(A, 29)
-        states.append((number, driver.export()))
+        driver.keep(A, 29, KEPT)
+        states.append((number, driver.export(KEPT)))
     plain_beside_encoded = 0
     for number, driver in enumerate(drivers):
         for home, state in states:
@@ -453,8 +368,8 @@ def test_an_encoded_state_below_the_threshold_is_refused(drive: Callable[..., Dr
     eager, patient = drive("plain", AffineKV(8)), drive("plain", AffineKV(8, start=16))
     for length, welcome in ((9, False), (15, False), (16, True)):
         eager.start(A, tiny.prompt(length + 1))
-        eager.keep(A, length)
-        state = eager.export()
+        eager.keep(A, length, KEPT)
+        state = eager.export(KEPT)
         eager.step(end=(A,))
         if welcome:
             patient.device.import_state(BACK, state)
@@ -467,11 +382,11 @@ def test_an_id_is_used_once(drive: Callable[..., Driver]) -> None:
     """An unknown id is not exported; a known one is not imported over."""
     driver = drive("plain")
     driver.start(A, tiny.prompt(9))
-    driver.keep(A, 8)
+    driver.keep(A, 8, KEPT)
     with pytest.raises(StateRefused):
         driver.device.export(OTHER, 0, 1)
     with pytest.raises(StateRefused):
-        driver.device.import_state(KEPT, driver.export())
+        driver.device.import_state(KEPT, driver.export(KEPT))
 
 
 def test_a_state_serves_only_rows_with_its_adapters(drive: Callable[..., Driver]) -> None:
@@ -479,9 +394,8 @@ def test_a_state_serves_only_rows_with_its_adapters(drive: Callable[..., Driver]
     driver = drive("plain")
     ids = tiny.prompt(9)
     driver.start(A, ids)
-    driver.keep(A, 8)
-    driver.device.import_state(BACK, driver.export(), ("revision",))
+    driver.keep(A, 8, KEPT)
+    driver.device.import_state(BACK, driver.export(KEPT), ("revision",))
     start = StartRow(B, ids, Sampling(), FromSnapshot(BACK, 8))
-    driver.device.launch(StepPlan(StepId(99), start=(start,)))
-    (failed,) = driver.device.settle().failed
+    (failed,) = driver.step(start=(start,)).failed
     assert "other adapters" in failed.reason

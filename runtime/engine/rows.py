@@ -17,8 +17,9 @@ import mlx.core as mx
 from ..device import RowId
 from ..text.matching import TokenMatcher
 from .adapters import Chain
+from .backsteps import hold, step_back
 from .sampling import RowSampler
-from .snapshots import CannotCut, cut, hold, is_cuttable, step_back
+from .snapshots import CannotCut, cut
 
 
 @dataclass(slots=True, eq=False)
@@ -77,12 +78,10 @@ class Row:
         return True
 
     def remember(self) -> None:
-        """Before a decode: hold on to what it is going to replace, where that costs no copy."""
+        """Before a decode of a lone row: hold on to what it is going to replace."""
         self._before = None
-        if self.caches is None or all(is_cuttable(c) for c in self.caches):
-            return
         with suppress(CannotCut):
-            self._before = [hold(c) for c in self.caches]
+            self._before = hold(self.caches or [])
 
     def forget_before(self) -> None:
         """After a prefill or a move the state before is not that of one token earlier."""
@@ -96,8 +95,7 @@ class Row:
         if self.caches is None:
             raise CannotCut("the row stands in the batch")
         if length == self.processed - 1 and self._before is not None:
-            layers = zip(self.caches, self._before, strict=True)
-            return [step_back(now, held, length) for now, held in layers]
+            return step_back(self.caches, self._before, length)
         return cut(self.caches, self.processed, length)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import (
-    ArraysCache,
     CacheList,
     KVCache,
     QuantizedKVCache,
@@ -59,33 +58,6 @@ def is_cuttable(cache: Any) -> bool:
     return kind in _ENDLESS
 
 
-def hold(cache: Any) -> Any:
-    """What a layer is about to forget in a decode, for :func:`step_back`; costs no copy.
-
-    A recurrent layer replaces its arrays, so a second handle keeps the old ones. A turned ring
-    writes in place and would have to be copied for it: CannotCut.
-    """
-    if type(cache) is CacheList:
-        return [hold(c) for c in cache.caches]
-    if is_cuttable(cache):
-        return None
-    if type(cache) is ArraysCache:
-        return clone(cache)
-    raise CannotCut(f"{type(cache).__name__} cannot go back a token")
-
-
-def step_back(cache: Any, held: Any, length: int) -> Any:
-    """The layer as it was at ``length`` tokens, one before now. Raises CannotCut."""
-    if type(cache) is CacheList:
-        layers = zip(cache.caches, held, strict=True)
-        return _List(*(step_back(c, h, length) for c, h in layers))
-    if held is not None:
-        return clone(held)
-    if not is_cuttable(cache):
-        raise CannotCut(f"{type(cache).__name__} has just turned")
-    return _cut_one(cache, length)
-
-
 def cut(caches: list[Any], have: int, length: int) -> list[Any]:
     """The first ``length`` of ``have`` tokens, sharing the arrays of ``caches``.
 
@@ -97,7 +69,7 @@ def cut(caches: list[Any], have: int, length: int) -> list[Any]:
         stuck = sorted({type(c).__name__ for c in caches if not is_cuttable(c)})
         if stuck:
             raise CannotCut(f"{', '.join(stuck)} of {have} tokens cannot be cut to {length}")
-    return [_cut_one(c, length) for c in caches]
+    return [cut_one(c, length) for c in caches]
 
 
 def compact(caches: list[Any]) -> list[Any]:
@@ -131,28 +103,34 @@ def _packed(leaf: Any) -> Any:
     return mx.contiguous(leaf) if isinstance(leaf, mx.array) else leaf
 
 
-def _cut_one(cache: Any, length: int) -> Any:
+def cut_one(cache: Any, length: int) -> Any:
+    """One layer cut, sharing its arrays; what cannot be cut is taken to have that length."""
     kind = type(cache)
     if kind is CacheList:
-        return _List(*(_cut_one(c, length) for c in cache.caches))
+        return _List(*(cut_one(c, length) for c in cache.caches))
     if kind not in (*_ENDLESS, *_RINGS) or cache.empty():
         return clone(cache)
     if kind is QuantizedRing:
         *parts, group_size, bits = cache.state
-        cut_parts = [_cut_one(_Ring.from_state(part), length).state for part in parts]
+        cut_parts = [cut_one(_Ring.from_state(part), length).state for part in parts]
         return QuantizedRing.from_state((*cut_parts, group_size, bits))
     if kind is RotatingKVCache and not cache.is_trimmable():
         return _cut_ring(cache)
-
-    def first(leaf: Any) -> Any:
-        return leaf[..., :length, :] if isinstance(leaf, mx.array) else leaf
-
     if kind is RotatingKVCache:
-        keys, values = first(cache.keys), first(cache.values)
-        return kind.from_state((keys, values, length, cache.keep, cache.max_size, length))
-    shorter = kind.from_state(tree_map(first, cache.state))
+        return cut_straight(cache, length)
+    shorter = kind.from_state(tree_map(lambda leaf: _first(leaf, length), cache.state))
     shorter.offset = length
     return shorter
+
+
+def cut_straight(ring: Any, length: int) -> Any:
+    """The first tokens of a ring that has overwritten none."""
+    keys, values = _first(ring.keys, length), _first(ring.values, length)
+    return _Ring.from_state((keys, values, length, ring.keep, ring.max_size, length))
+
+
+def _first(leaf: Any, length: int) -> Any:
+    return leaf[..., :length, :] if isinstance(leaf, mx.array) else leaf
 
 
 def _cut_ring(cache: Any) -> Any:
