@@ -41,6 +41,8 @@ class Checkpoints:
         # Bounded by the requests that run or ended since the task last looked: one each, and those
         # have places in the gate. None = to be removed.
         self._pending: dict[str, Record | None] = {}
+        # Records whose last write failed; a flush tries them again.
+        self._unsaved: set[str] = set()
         self._bell = Bell()
         self._writing = False
         self._counts: Counter[str] = Counter()
@@ -58,6 +60,7 @@ class Checkpoints:
     def remove(self, identity: str) -> None:
         """The answer was given to its end."""
         self._records.remove(identity)
+        self._unsaved.discard(identity)
         if self._files is not None:
             self._pending[identity] = None
             self._bell.ring()
@@ -85,11 +88,20 @@ class Checkpoints:
 
     async def flushed(self, until: float, report: FlushReport) -> FlushReport:
         """A report on kept states, with what is to be said of records; by ``until``."""
+        began = trio.current_time()
+        for identity in self._unsaved & self._records.identities:
+            self._pending.setdefault(identity, self._records.find(identity))
+        self._unsaved.clear()
+        self._bell.ring()
         with trio.move_on_at(until):
             await self.flush()
-        waiting = len(self._pending) + self._writing
+        waiting, unsaved = len(self._pending) + self._writing, len(self._unsaved)
         return replace(
-            report, durable=report.durable and not waiting, pending=report.pending + waiting
+            report,
+            durable=report.durable and not waiting and not unsaved,
+            missing=report.missing + unsaved,
+            pending=report.pending + waiting,
+            seconds=report.seconds + trio.current_time() - began,
         )
 
     def stats(self) -> dict[str, int]:
@@ -111,21 +123,28 @@ class Checkpoints:
             try:
                 if record is None:
                     await self._do("remove", files, identity)
-                else:
-                    await self._do("write", files, record)
+                elif await self._do("write", files, record):
+                    self._unsaved.discard(identity)
+                elif identity in self._records.identities:
+                    self._unsaved.add(identity)
             finally:
                 self._writing = False
                 self._bell.ring()
 
-    async def _do(self, what: str, files: RecordFiles, *arguments: object) -> None:
+    async def _do(self, what: str, files: RecordFiles, *arguments: object) -> bool:
         try:
             await trio.to_thread.run_sync(getattr(files, what), *arguments)
         except OSError as error:
             if not self._counts["failed"]:
-                log.warning("interrupted answers cannot be written down: %s", error)
+                log.warning(
+                    "interrupted answers cannot be written down, so they outlive no crash until "
+                    "they can: %s",
+                    error,
+                )
             self._counts["failed"] += 1
-        else:
-            self._counts[what] += 1
+            return False
+        self._counts[what] += 1
+        return True
 
 
 def checkpoints_of(settings: Settings) -> Checkpoints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import trio
 import trio.testing
 from company import WordTokenizer, company
 from resume_rig import interrupted, whole
+from spill_rig import Broken
 from tiny import EOS, make_checkpoint, prompt
 
 from mlx_troupe.actors.checkpoints import Checkpoints
+from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.actors.system import open_runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
@@ -44,6 +47,8 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     (path,) = (tmp_path / "answers").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
+    RecordFiles(tmp_path / "cache" / "answers").open()
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     assert files.read("other") is None
     files.remove("ab12")
     files.remove("ab12")
@@ -96,6 +101,31 @@ async def test_a_folder_that_fails_is_counted_and_nothing_else(
     assert checkpoints.stats()["failed"] >= 2
     assert len([r for r in caplog.records if "written down" in r.message]) == 1
     assert await checkpoints.find("ab12") == RECORD
+
+
+SAFE = FlushReport(True, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0)
+
+
+async def test_a_flush_is_not_durable_while_an_answer_is_not_written(tmp_path: Path) -> None:
+    """It tries again what failed; what was given to its end need not be written."""
+    disk = Broken(errno.ENOSPC, "write")
+    checkpoints = Checkpoints(4, RecordFiles(tmp_path / "answers", disk))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(checkpoints.run)
+        checkpoints.keep(RECORD)
+        checkpoints.keep(replace(RECORD, identity="cd34"))
+        with trio.fail_after(10):
+            for _ in range(2):
+                report = await checkpoints.flushed(trio.current_time() + 10, SAFE)
+                assert (report.durable, report.missing, report.pending) == (False, 2, 0)
+            checkpoints.remove("ab12")
+            report = await checkpoints.flushed(trio.current_time() + 10, SAFE)
+            assert (report.durable, report.missing) == (False, 1)
+            disk.names.clear()
+            report = await checkpoints.flushed(trio.current_time() + 10, SAFE)
+            assert (report.durable, report.missing) == (True, 0)
+        nursery.cancel_scope.cancel()
+    assert [path.name for path in (tmp_path / "answers").iterdir()] == ["cd34.answer"]
 
 
 @pytest.mark.parametrize("window", [None, 0], ids=["plain", "whole"])

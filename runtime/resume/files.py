@@ -44,6 +44,8 @@ class RecordFiles:
 
     def open(self) -> None:
         """Make the folder and remove what is left over in it. Raises OSError."""
+        # A parent that a path brings along would be anybody's to list.
+        self._files.make_folder(self._folder.parent)
         self._files.make_folder(self._folder)
         found: list[tuple[int, Path]] = []
         for name in self._files.list(self._folder):

@@ -6,6 +6,7 @@ One owner, one task (``actors/system.py``'s loop). Knows token ids and figures, 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ..device import TokenLogprobs
@@ -48,6 +49,11 @@ class Records:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def identities(self) -> AbstractSet[str]:
+        """Of all records, as they are."""
+        return self._kept.keys()
 
     @property
     def nbytes(self) -> int:
