@@ -65,6 +65,7 @@ class BruteForce:
     """The cache as a list, least recently used first; every question is a loop over it."""
 
     budget: int
+    aside: int = 0
     entries: list[Kept] = field(default_factory=list)
     detached: list[Kept] = field(default_factory=list)
     closing: list[Kept] = field(default_factory=list)
@@ -108,8 +109,13 @@ class BruteForce:
         return True, free | self.make_room(new)
 
     def make_room(self, newest: Kept | None = None) -> set[SnapshotId]:
+        free = self.evict(self.budget, newest)
+        newest = newest or next(reversed(self.entries), None)
+        return free | self.evict(self.budget - self.aside, newest)
+
+    def evict(self, limit: int, newest: Kept | None = None) -> set[SnapshotId]:
         free: set[SnapshotId] = set()
-        while self.bytes > self.budget and (victim := self.victim(newest)) is not None:
+        while self.bytes > limit and (victim := self.victim(newest)) is not None:
             free |= self.detach([victim])
         return free
 
@@ -157,11 +163,13 @@ class BruteForce:
         self.detached = [kept for kept in self.detached if kept.leases]
         return free
 
-    def end_lease(self, kept: Kept) -> set[SnapshotId]:
+    def end_lease(self, kept: Kept, *, taken: bool = False) -> set[SnapshotId]:
         kept.leases -= 1
         if kept.leases:
             return set()
-        return self.sweep() if kept in self.detached else self.make_room()
+        if kept in self.detached:
+            return self.sweep()
+        return self.detach([kept]) if taken and kept.nbytes > self.budget / 2 else self.make_room()
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -248,14 +256,29 @@ class PrefixMachine(RuleBasedStateMachine):
             self.end(hit.lease)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def end_lease(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(sorted(self.leases))))
+    @rule(data=st.data(), taken=st.booleans())
+    def end_lease(self, data: st.DataObject, taken: bool) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.leases))), taken=taken)
 
-    def end(self, lease: LeaseId) -> None:
-        got = self.core.end_lease(lease)
-        self.check_released(got, self.model.end_lease(self.leases.pop(lease)))
+    def end(self, lease: LeaseId, *, taken: bool = False) -> None:
+        got = self.core.end_lease(lease, taken=taken)
+        self.check_released(got, self.model.end_lease(self.leases.pop(lease), taken=taken))
         assert self.core.end_lease(lease) == ()
+
+    @rule(nbytes=st.integers(0, 70))
+    def set_aside(self, nbytes: int) -> None:
+        self.model.aside = min(nbytes, self.model.budget)
+        self.check_released(self.core.set_aside(nbytes), self.model.make_room())
+
+    @rule(nbytes=st.integers(0, 70))
+    def make_room(self, nbytes: int) -> None:
+        limit = self.model.budget - max(nbytes, self.model.aside)
+        self.check_released(self.core.make_room(nbytes), self.model.evict(limit))
+
+    @rule(nbytes=st.integers(0, 70))
+    def relieve(self, nbytes: int) -> None:
+        limit = self.model.bytes - nbytes
+        self.check_released(self.core.relieve(nbytes), self.model.evict(limit))
 
     @rule()
     def end_all_leases(self) -> None:
@@ -568,3 +591,42 @@ def test_the_next_turn_of_an_open_session_is_expected() -> None:
     session_puts(core, ((1, 1), "a"), ((2, 2), None), ((3, 3), None), ((4, 4), None))
     assert core.stats().sessions == 1
     assert keep(core, (5, 5), 5).release == (SnapshotId(2),)
+
+
+def test_what_is_set_aside_takes_room_from_all_but_the_newest_entry() -> None:
+    """Others' bytes push entries out, oldest first; a single large one may stay."""
+    core = PrefixCore(10)
+    for first in range(3):
+        keep(core, (first, 7), first, nbytes=3)
+    assert core.set_aside(5) == (SnapshotId(0), SnapshotId(1))
+    assert core.stats().set_aside_bytes == 5
+    keep(core, (9, 7), 9, nbytes=9)
+    assert (len(core), core.bytes) == (1, 9)
+    assert core.set_aside(99) == ()
+    assert core.make_room(2) == (SnapshotId(9),)
+
+
+def test_a_state_of_more_than_half_the_budget_goes_with_the_row_that_took_it() -> None:
+    """There would be no room for both it and the row's own, longer one."""
+    core = PrefixCore(10)
+    keep(core, (1, 2, 3), 1, nbytes=6)
+    hit = find(core, (1, 2, 3, 4))
+    assert hit is not None
+    assert core.end_lease(hit.lease) == ()
+    hit = find(core, (1, 2, 3, 4))
+    assert hit is not None
+    assert core.end_lease(hit.lease, taken=True) == (SnapshotId(1),)
+    assert core.stats().handed_over == 1
+
+
+def test_pressure_takes_what_is_worth_least_and_no_leased_state() -> None:
+    """It asks for bytes, and gets as many as are free to go."""
+    core = PrefixCore(100)
+    for first in range(4):
+        keep(core, (first, 7), first, nbytes=3)
+    hit = find(core, (0, 7, 8))
+    assert hit is not None
+    assert core.relieve(4) == (SnapshotId(1), SnapshotId(2))
+    assert core.relieve(1000) == (SnapshotId(3),)
+    assert (core.stats().pressed_out, core.stats().evictions) == (3, 3)
+    core.end_lease(hit.lease)

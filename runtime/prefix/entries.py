@@ -10,13 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NewType, TypeAlias
 
-from ..device import SnapshotId
+from ..device import RowId, SnapshotId
 
 LeaseId = NewType("LeaseId", int)
 """A promise not to release a snapshot; unique for the life of the process."""
 
 Kind: TypeAlias = Literal["prompt", "final", "partial"]
 """What a state was taken at: a prompt's boundary, a row's end, or an interrupted prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The row that a state is of. ``runs``: it was kept on the way, for the case of a crash, and is
+    of no more use once a later one of the row is safe."""
+
+    row: RowId
+    runs: bool
 
 
 def namespace_of(model: str, adapters: tuple[str, ...]) -> str:
@@ -97,6 +106,9 @@ class PrefixStats:
         evicted_tokens: of these, tokens that no other state can serve.
         sessions: sessions that a state belongs to and that are not closed.
         tokens_reused: sum of the lengths of all hits.
+        set_aside_bytes: of ``budget_bytes``, what is left to states that are not entries.
+        handed_over: states of more than half the budget that a row took with it.
+        pressed_out: of ``evictions``, those for want of memory on the device.
     """
 
     entries: int
@@ -115,3 +127,6 @@ class PrefixStats:
     evicted_tokens: int
     sessions: int
     tokens_reused: int
+    set_aside_bytes: int = 0
+    handed_over: int = 0
+    pressed_out: int = 0

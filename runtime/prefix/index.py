@@ -15,12 +15,14 @@ from itertools import count
 from ..device import SnapshotId
 from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult
 from .explain import AROUND, Explanation, Gone, Nearest, explain
+from .leases import Leases
 from .tree import RadixTree
 from .worth import choose, inherit, note_use, num_weighed
 
-# Shared by all cores of the process: the end of a lease that was sent to a core before it was
-# restarted must not end somebody else's lease in the new one.
-_lease_ids = count(1)
+_COUNTS = (
+    *("hits", "misses", "tokens_reused", "puts", "refused"),
+    *("evictions", "evicted_tokens", "handed_over", "pressed_out"),
+)
 
 
 class PrefixCore:
@@ -33,6 +35,9 @@ class PrefixCore:
     longer be found, counts in ``bytes`` as long as the lease lasts, and is released with it. Room
     is made only of states without a lease; ``bytes`` may exceed the budget by what leases hold,
     until they end.
+
+    A part of the budget may be set aside for states that are not entries. The newest entry never
+    gives way to that: it may be as large as the budget.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -40,12 +45,13 @@ class PrefixCore:
         if budget_bytes < 0:
             raise ValueError(f"a budget of {budget_bytes} bytes is less than nothing")
         self._budget = budget_bytes
+        self._aside = 0
         self._bytes = 0
         self._trees: dict[str, RadixTree] = {}
         self._by_use: OrderedDict[SnapshotId, Entry] = OrderedDict()
         self._detached: dict[SnapshotId, Entry] = {}
         self._closed: dict[SnapshotId, Entry] = {}
-        self._leases: dict[LeaseId, Entry] = {}
+        self._leases = Leases()
         self._gone = Gone()
         self._kinds: Counter[Kind] = Counter()
         self._sessions: Counter[str] = Counter()
@@ -93,7 +99,7 @@ class PrefixCore:
         note_use(entry, session)
         self._counts["hits"] += 1
         self._counts["tokens_reused"] += length
-        return Hit(entry.snapshot, length, self._lease(entry))
+        return Hit(entry.snapshot, length, self._leases.lend(entry))
 
     def peek(
         self,
@@ -173,26 +179,42 @@ class PrefixCore:
         self._add(tree, ids, entry)
         return PutResult(True, release + self._make_room(keep=entry))
 
-    def end_lease(self, lease: LeaseId) -> tuple[SnapshotId, ...]:
+    def end_lease(self, lease: LeaseId, *, taken: bool = False) -> tuple[SnapshotId, ...]:
         """Give a lease back; returns what became releasable.
 
+        ``taken``: a row runs that goes on from the state. One of more than half the budget is then
+        given up, since the row's own, which is going to be offered, has no room beside it.
         A lease that is not (or no longer) known here is ignored: its core was restarted.
         """
-        entry = self._leases.pop(lease, None)
+        entry = self._leases.end(lease)
         if entry is None:
-            return ()
-        entry.leases -= 1
-        if entry.leases:
             return ()
         if entry.snapshot in self._detached:
             return (self._release(entry),)
+        if taken and 2 * entry.nbytes > self._budget:
+            self._counts["handed_over"] += 1
+            return self._detach((entry,))
         return self._make_room()
 
     def end_all_leases(self) -> tuple[SnapshotId, ...]:
         """Give back every lease, when whoever held them is gone."""
-        return tuple(
-            snapshot for lease in tuple(self._leases) for snapshot in self.end_lease(lease)
-        )
+        return tuple(snapshot for lease in self._leases.all() for snapshot in self.end_lease(lease))
+
+    def set_aside(self, nbytes: int) -> tuple[SnapshotId, ...]:
+        """Leave so much of the budget to others; says what gives way to them."""
+        self._aside = min(nbytes, self._budget)
+        return self._make_room()
+
+    def make_room(self, nbytes: int) -> tuple[SnapshotId, ...]:
+        """Have so much of the budget free now, for a state that is about to be made."""
+        return self._evict(self._budget - max(nbytes, self._aside))
+
+    def relieve(self, nbytes: int) -> tuple[SnapshotId, ...]:
+        """Give up entries of so many bytes, if there are such without a lease."""
+        before = self._counts["evictions"]
+        release = self._evict(self._bytes - nbytes)
+        self._counts["pressed_out"] += self._counts["evictions"] - before
+        return release
 
     def close_session(self, session: str) -> bool:
         """Nobody goes on with this chat: what only it used goes first. False if it is not known."""
@@ -220,24 +242,18 @@ class PrefixCore:
 
     def stats(self) -> PrefixStats:
         """Live figures and counters; cheap enough for every scrape."""
-        kinds = self._kinds
         return PrefixStats(
             entries=len(self),
-            prompt_entries=kinds["prompt"],
-            final_entries=kinds["final"],
-            partial_entries=kinds["partial"],
+            prompt_entries=self._kinds["prompt"],
+            final_entries=self._kinds["final"],
+            partial_entries=self._kinds["partial"],
             bytes=self._bytes,
             budget_bytes=self._budget,
             detached_bytes=sum(entry.nbytes for entry in self._detached.values()),
             leases=len(self._leases),
-            hits=self._counts["hits"],
-            misses=self._counts["misses"],
-            puts=self._counts["puts"],
-            refused=self._counts["refused"],
-            evictions=self._counts["evictions"],
-            evicted_tokens=self._counts["evicted_tokens"],
             sessions=len(self._sessions),
-            tokens_reused=self._counts["tokens_reused"],
+            set_aside_bytes=self._aside,
+            **{name: self._counts[name] for name in _COUNTS},
         )
 
     def _find(
@@ -291,16 +307,16 @@ class PrefixCore:
         self._by_use.move_to_end(entry.snapshot)
         self._trees[entry.namespace].touch(entry)
 
-    def _lease(self, entry: Entry) -> LeaseId:
-        lease = LeaseId(next(_lease_ids))
-        self._leases[lease] = entry
-        entry.leases += 1
-        return lease
-
     def _make_room(self, keep: Entry | None = None) -> tuple[SnapshotId, ...]:
-        """Evict until the budget holds; passes over leased entries and ``keep``."""
+        """Evict until the budget holds, and what is set aside of it as far as may be."""
+        release = self._evict(self._budget, keep)
+        newest = next(reversed(self._by_use.values()), None)
+        return release + self._evict(self._budget - self._aside, keep or newest)
+
+    def _evict(self, limit: int, keep: Entry | None = None) -> tuple[SnapshotId, ...]:
+        """Evict until all take ``limit`` at most; passes over leased entries and ``keep``."""
         release: tuple[SnapshotId, ...] = ()
-        while self._bytes > self._budget:
+        while self._bytes > limit:
             victim = self._next_victim(keep)
             if victim is None:
                 break
@@ -360,8 +376,10 @@ class PrefixCore:
             assert len(tree), f"the empty tree of {namespace!r} was left behind"
             tree.check_integrity()
         self._check_order()
-        self._check_leases()
         held = [*self._by_use.values(), *self._detached.values()]
+        self._leases.check_integrity(held)
+        for entry in self._detached.values():
+            assert entry.leases, "a state that nobody can find or leases was not released"
         assert self._bytes == sum(entry.nbytes for entry in held), "bytes are not their sum"
         loose = [entry for entry in held if entry.leases == 0]
         within = self._bytes <= self._budget
@@ -380,11 +398,3 @@ class PrefixCore:
         for snapshot, entry in self._by_use.items():
             assert entry.snapshot == snapshot, "an entry is filed under another snapshot"
             assert entry in self._trees[entry.namespace], "an entry is in no tree"
-
-    def _check_leases(self) -> None:
-        held = Counter(entry.snapshot for entry in self._leases.values())
-        for entry in (*self._by_use.values(), *self._detached.values()):
-            assert entry.leases == held.pop(entry.snapshot, 0), "an entry miscounts its leases"
-        assert not held, "a lease is on a state that is gone"
-        for entry in self._detached.values():
-            assert entry.leases, "a state that nobody can find or leases was not released"
