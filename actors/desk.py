@@ -121,7 +121,7 @@ class SpillDesk:
             "over_budget_spills": counts["over_budget"] + counts["postponed"],
             "superseded_spills": counts["superseded"],
             "failed_spills": counts["failed"],
-            "faults": counts["faults"] + counts["refused"],
+            "faults": counts["faults"] + counts["refused"] + disk.unheard,
             "longest_durable_prefix_tokens": disk.longest_tokens,
         }
 

@@ -50,7 +50,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """Live figures; ``evictions`` and ``quarantined`` files are counted since the start."""
+    """Live figures; ``evictions``, ``quarantined`` files and ``unheard`` faults (those that no
+    call ended with) are counted since the start."""
 
     folder: str
     entries: int = 0
@@ -58,6 +59,7 @@ class DiskStats:
     max_bytes: int | None = None
     evictions: int = 0
     quarantined: int = 0
+    unheard: int = 0
     longest_tokens: int = 0
 
 
@@ -133,6 +135,7 @@ class FolderDisk:
             stats.max_bytes,
             stats.evictions,
             stats.quarantined,
+            stats.unheard,
             stats.longest_tokens,
         )
 

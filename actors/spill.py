@@ -162,7 +162,7 @@ class SpillActor:
             try:
                 await self._disk.open()
             except SpillFault as fault:
-                self._tell(fault)
+                self._tell(fault, f"cannot be used, tried again every {REOPEN_AFTER:g} s: ")
                 self._is_shut = True
             else:
                 self._is_shut = False
@@ -344,10 +344,10 @@ class SpillActor:
 
     # ---- what is wrong -------------------------------------------------------------------
 
-    def _tell(self, fault: SpillFault) -> None:
+    def _tell(self, fault: SpillFault, what: str = "") -> None:
         kind = type(fault).__name__
         self._counts["faults"] += 1
-        self._warn(kind, str(fault))
+        self._warn(kind, f"{what}{fault}")
 
     def _warn(self, kind: str, words: str) -> None:
         """One line for each kind of fault, and again only after something was written."""

@@ -235,8 +235,10 @@ def test_a_write_that_fails_at_any_step_leaves_no_file(
     assert not store.has(entry(50, 51).key)
 
 
-def test_on_a_full_disk_the_oldest_make_room(tmp_path: Path) -> None:
-    """As many as are needed, and no more: recent states are still there."""
+def test_on_a_full_disk_the_oldest_make_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many as are needed, and no more: recent states are still there. It is told once."""
     made = [entry(n, n + 1) for n in range(0, 40, 2)]
     size = opened(tmp_path / "one").save(made[0], state(made[0]))
     disk = FullDisk(room=4 * size + 10)
@@ -248,6 +250,10 @@ def test_on_a_full_disk_the_oldest_make_room(tmp_path: Path) -> None:
     for each in made[-4:]:
         assert store.load(each.key).state == state(each)
     assert store.stats().bytes == folder_bytes(tmp_path / "two") == 4 * size
+    assert faults(store) == {"disk_full": 16}
+    assert store.stats().unheard == 16
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [r.getMessage() for r in caplog.records] == [f"SSD cache: {no_space}"]
     assert not list((tmp_path / "two").glob(".*"))
 
 
@@ -302,8 +308,13 @@ def test_a_folder_that_vanishes_while_it_is_written_to_is_a_fault(tmp_path: Path
         assert check_nothing_is_wrong(store) == [False, False, False]
 
 
-def test_what_was_planted_is_skipped_and_leftovers_are_removed(tmp_path: Path) -> None:
-    """Empty, half and random files, folders, links: none is an entry, none stops the start."""
+def test_what_was_planted_is_skipped_and_leftovers_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Empty, half and random files, folders, links: none is an entry, none stops the start.
+
+    They are counted, and the first is told of.
+    """
     fill(tmp_path)
     half = file_of(tmp_path, OTHER).read_bytes()[:700]
     names = [f"{n:040x}.safetensors" for n in range(5)]
@@ -319,6 +330,9 @@ def test_what_was_planted_is_skipped_and_leftovers_are_removed(tmp_path: Path) -
     assert check_nothing_is_wrong(store) == [True, True, True]
     assert store.stats().leftovers == 2
     assert faults(store) == {"corrupt": 3}
+    assert store.stats().unheard == 3
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert any(name in told for name in names)
     assert sorted(path.name for path in tmp_path.glob("*tmp")) == ["notes.tmp"]
     assert not list(tmp_path.glob(".*"))
 

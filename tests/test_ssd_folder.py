@@ -148,6 +148,24 @@ async def test_files_that_are_harmed_under_a_running_server_cost_a_hit_and_nothi
         nothing_left(runtime, device)
 
 
+@pytest.mark.parametrize("harm", [truncate, flip, become_foreign])
+async def test_files_that_were_harmed_before_a_start_are_counted_and_told(
+    tmp_path: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line for all of a kind, naming a file; then they are computed and written anew."""
+    folder = tmp_path / "cache"
+    await written(folder)
+    harm(folder)
+    async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
+        assert await stream(runtime, 900) == 0
+        assert (await runtime.flush_cache(PATIENCE)).durable
+        assert figures(runtime)["faults"] == 2
+    (told,) = [text for r in caplog.records if "SSD cache" in (text := r.getMessage())]
+    assert ".safetensors is of no use: " in told
+    async with company(disk=FolderDisk(SpillStore(folder))) as (runtime, _):
+        assert await stream(runtime, 900) == len(HEAD)
+
+
 @pytest.mark.parametrize(
     ("where", "number"),
     [

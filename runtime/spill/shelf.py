@@ -7,6 +7,7 @@ is right whichever way that falls.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,8 @@ from .folder import SpillFolder, make_key
 from .format import Header
 from .index import FileKey
 
+log = logging.getLogger(__name__)
+
 
 class Shelf:
     """One folder's entries; a method may be called on any thread."""
@@ -41,6 +44,7 @@ class Shelf:
         self.books = Books()
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
+        self._told: set[str] = set()
         self._clock = clock
 
     def sync(self) -> None:
@@ -130,10 +134,15 @@ class Shelf:
         with self.lock:
             self.counts[name] += number
 
-    def count_fault(self, fault: SpillFault) -> None:
-        """Count one that nobody else hears of."""
+    def count_fault(self, fault: SpillFault, where: str = "") -> None:
+        """Count one that nobody else hears of, and tell of the first of its kind."""
         with self.lock:
             self.faults[fault.code] += 1
+            self.counts["unheard"] += 1
+            is_new = fault.code not in self._told
+            self._told.add(fault.code)
+        if is_new:
+            log.warning("SSD cache: %s%s", where, fault)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -144,7 +153,8 @@ class Shelf:
             except MemoryError as error:
                 raise NoMemory("no memory for a state") from error
         except SpillFault as fault:
-            self.count_fault(fault)
+            with self.lock:
+                self.faults[fault.code] += 1
             raise
 
     @contextmanager
@@ -178,7 +188,7 @@ class Shelf:
             except Absent:
                 continue
             except SpillFault as fault:
-                self.count_fault(fault)
+                self.count_fault(fault, f"{name} is of no use: ")
                 self.reject(key, size, fault)
         for used_ns, key, header in sorted(found, key=lambda item: item[2].length):
             if not self.enter(key, header, used_ns):

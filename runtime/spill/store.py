@@ -67,6 +67,7 @@ _COUNTS = (
     "leftovers",
     "quarantined",
     "orphans",
+    "unheard",
 )
 
 
@@ -274,7 +275,7 @@ class SpillStore:
     def _write(self, key: FileKey, made: Draft) -> None:
         try:
             self._folder.write(key, made, lambda count: self._shelf.count("bytes_written", count))
-        except DiskFull:
+        except DiskFull as full:
             # Room is made once: while the disk stays full no more of the cache is given for it.
             with self._shelf.lock:
                 was_full, self._is_full = self._is_full, True
@@ -282,6 +283,7 @@ class SpillStore:
                 names = () if was_full else self._shelf.books.make_room(0, most)
             if not names:
                 raise
+            self._shelf.count_fault(full)
             self._shelf.evict(names)
             self._folder.write(key, made, lambda count: self._shelf.count("bytes_written", count))
         with self._shelf.lock:

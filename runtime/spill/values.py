@@ -36,6 +36,7 @@ class StoreStats:
         evictions: files given up for room; drops: entries given up on request.
         leftovers: temporary files removed; quarantined: damaged files set aside; orphans: deltas
             removed because what they continue is gone.
+        unheard: faults that no call ended with: met with in passing, or made good.
         faults: (code, how often) of all that went wrong, loads of missing entries included.
     """
 
@@ -55,4 +56,5 @@ class StoreStats:
     leftovers: int
     quarantined: int
     orphans: int
+    unheard: int
     faults: tuple[tuple[str, int], ...]
