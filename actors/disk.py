@@ -22,8 +22,8 @@ from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 
 T = TypeVar("T")
 
-LANES = 2
-"""Files worked on at once: one that is read and one that is written."""
+LANES = 3
+"""Files worked on at once: one that is read, one that is written, and one of a running row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ class FolderDisk:
         """As :meth:`Disk.save`."""
         ids, kind = candidate.ids, candidate.kind
         entry = SpillEntry(candidate.namespace, ids, kind, candidate.cuttable)
-        return await self._on_thread(lambda: self._store.save(entry, state))
+        origin = candidate.origin
+        return await self._on_thread(lambda: self._store.save(entry, state, origin))
 
     async def load(self, entry: OnDisk) -> Loaded:
         """As :meth:`Disk.load`."""

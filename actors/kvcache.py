@@ -7,15 +7,17 @@ themselves stay on the device under their snapshot ids, which it tells the GPU t
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import ModelInfo, SnapshotId
+from mlx_troupe.runtime.device import ModelInfo, RowId, SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
-from mlx_troupe.runtime.prefix.entries import Hit, namespace_of
+from mlx_troupe.runtime.prefix.entries import Hit, Origin, namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
+from mlx_troupe.runtime.prefix.room import Headroom, excess
 from mlx_troupe.runtime.spill.queue import Candidate
 
 from .gpu import GpuView
@@ -25,6 +27,7 @@ from .messages import (
     CacheMessage,
     Clear,
     CloseSession,
+    Crowded,
     DeviceLost,
     DeviceReady,
     EndAllLeases,
@@ -33,12 +36,16 @@ from .messages import (
     Found,
     GpuCommand,
     Lookup,
+    Pressed,
     Put,
     Release,
     SchedulerMessage,
 )
 from .spill_messages import Flush, Prefetch, Restored
 from .tier import SsdTier, Waiting
+
+MAX_PASSING = 256
+"""Rows whose last state on the way is known; the others' stay until there is no room for them."""
 
 
 class KVCacheActor:
@@ -65,16 +72,20 @@ class KVCacheActor:
         self.core = core
         self._max_leases = max_leases
         self._budget = core.stats().budget_bytes
+        self._headroom = Headroom(self._budget)
         self._mailbox = mailbox
         self._scheduler = scheduler
         self._gpu = gpu
         self._tier = tier
+        self._view = view
         self._model: ModelInfo | None = view.model
         self._in_hand: CacheMessage | None = None
         # Whose restore has ended, and who have not been answered yet.
         self._waiting: list[Waiting] = []
         # Every state that was put and not yet released, whatever a torn index may say of it.
         self._held: set[SnapshotId] = set()
+        # What running rows kept last on the way, where the next such state does not cover it.
+        self._passing: OrderedDict[RowId, SnapshotId] = OrderedDict()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -83,6 +94,7 @@ class KVCacheActor:
                 message = await self._mailbox.receive()
                 self._in_hand = message
                 self._take(message)
+                self._make_way()
                 self._in_hand = None
             if quiet.cancelled_caught:
                 self._demote()
@@ -107,7 +119,9 @@ class KVCacheActor:
                     explained.set(None)
                 case Flush(report):
                     report.fail(Unavailable(reason))
-                case EndLease() | EndAllLeases() | Prefetch() | DeviceReady() | DeviceLost():
+                case EndLease() | EndAllLeases() | Crowded() | Pressed() | Prefetch():
+                    pass
+                case DeviceReady() | DeviceLost():
                     pass
                 case _:
                     assert_never(message)
@@ -120,10 +134,15 @@ class KVCacheActor:
                 self._look_up(message)
             case Put():
                 self._put(message)
-            case EndLease(lease):
-                self._release(self.core.end_lease(lease))
+            case EndLease(lease, taken):
+                self._release(self.core.end_lease(lease, taken=taken))
             case EndAllLeases():
                 self._release(self.core.end_all_leases())
+            case Crowded(nbytes):
+                self._headroom.missed(nbytes)
+                self._release(self.core.make_room(nbytes))
+            case Pressed():
+                pass  # it only woke us: see _make_way
             case Clear(reply):
                 entries = len(self.core)
                 self._release(self.core.clear())
@@ -143,12 +162,23 @@ class KVCacheActor:
             case DeviceLost():
                 self._model = None
                 self._held.clear()
+                self._passing.clear()
                 self.core = PrefixCore(self._budget)
                 self._answer_waiting()
                 if self._tier is not None:
                     self._tier.device_lost(message)
             case _:
                 assert_never(message)
+
+    def _make_way(self) -> None:
+        """Entries give way to all else that the cache keeps alive, and to a device in need."""
+        tier, model = self._tier, self._model
+        others = 0 if tier is None else tier.held_bytes
+        self._release(self.core.set_aside(others + self._headroom.bytes))
+        if model is not None:
+            kept = self.core.bytes + (0 if tier is None else tier.owned_bytes)
+            over = excess(self._view.stats, kept, model.memory_bytes)
+            self._release(self.core.relieve(over) if over else ())
 
     def _look_up(self, message: Lookup) -> None:
         hit = self._find(message)
@@ -202,6 +232,7 @@ class KVCacheActor:
             message.nbytes,
             message.kind,
             model.can_trim(len(message.ids)),
+            message.origin,
         )
         self._keep(candidate, model, message.session)
 
@@ -220,6 +251,20 @@ class KVCacheActor:
             # Before others are let go: those that it covers need not be written any more.
             self._tier.keep(candidate, trio.current_time())
         self._release(result.release)
+        if result.kept:
+            self._headroom.kept()
+        if result.kept and candidate.origin is not None:
+            self._pass(candidate, candidate.origin)
+
+    def _pass(self, candidate: Candidate, origin: Origin) -> None:
+        """Let go of what a row kept on the way before: it serves nobody but that row."""
+        before = self._passing.pop(origin.row, None)
+        if before is not None:
+            self._release(self.core.drop(before))
+        if origin.runs and not candidate.cuttable:
+            self._passing[origin.row] = candidate.snapshot
+        while len(self._passing) > MAX_PASSING:
+            self._passing.popitem(last=False)
 
     def _release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         if not snapshots:

@@ -24,7 +24,7 @@ from mlx_troupe.runtime.device import (
     StepPlan,
 )
 from mlx_troupe.runtime.errors import TroupeError
-from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId
+from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId, Origin
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
 
@@ -139,6 +139,7 @@ class Put:
     kind: Kind
     adapters: tuple[str, ...] = ()
     session: str | None = None
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +165,27 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class EndLease:
-    """A lent state has been copied."""
+    """A lent state has been copied, or (not ``taken``) never will be."""
 
     lease: LeaseId
+    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EndAllLeases:
     """Whoever held leases was restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """A state of so many bytes was not kept: the device had no room for it."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pressed:
+    """The device's memory is nearly used up: see what can be given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +200,8 @@ CacheMessage: TypeAlias = (
     | Put
     | EndLease
     | EndAllLeases
+    | Crowded
+    | Pressed
     | Clear
     | CloseSession
     | Explain

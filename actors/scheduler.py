@@ -212,10 +212,13 @@ class SchedulerActor:
                     self._send(effect)
                 case LookUp(row, ids, adapters, session):
                     self._look_up(Lookup(row, ids, adapters, session))
-                case Store(snapshot, ids, nbytes, kind, adapters, session):
-                    self._store(Put(snapshot, ids, nbytes, kind, adapters, session))
-                case ReturnLease(lease):
-                    self._cache.post(EndLease(lease))
+                case Store(snapshot, ids, nbytes, kind, adapters, session, origin):
+                    self._store(Put(snapshot, ids, nbytes, kind, adapters, session, origin))
+                case ReturnLease(lease, taken):
+                    self._cache.post(EndLease(lease, taken))
+                case Missed(nbytes):
+                    with suppress(trio.WouldBlock):
+                        self._cache.post(Crowded(nbytes), spare=self._cache_spare)
                 case Discard(snapshot):
                     self._made.discard(snapshot)
                     self._gpu.post(Release((snapshot,)))

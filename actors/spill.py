@@ -41,6 +41,9 @@ BUSY_EXPORT_RATE = 256 << 20
 BUSY_REST = 4.0
 """While rows run, the pause after a write, in units of its own time: on a machine without cores to
 spare, a writer that never rests would take its share from the steps."""
+CHECKPOINTS = 4
+"""States of running rows that are saved at once. What is asked for between two steps comes together
+so that rows need not wait for one another."""
 OPEN_PATIENCE = 10.0
 """Seconds that the first requests wait for the folder to be read; then they do without."""
 PATIENCE = 5.0
@@ -100,6 +103,8 @@ class SpillActor:
             await self._open()
             nursery.start_soon(self._restore_all)
             nursery.start_soon(self._save_all)
+            for _ in range(CHECKPOINTS):
+                nursery.start_soon(self._save_checkpoints)
 
     def abandon(self, reason: str) -> None:
         """Saves are lost; whoever waits is answered, and states that only waited are let go."""
@@ -240,41 +245,55 @@ class SpillActor:
             if candidate is None:
                 await self._bell.wait()
                 continue
-            began = trio.current_time()
+            seconds = await self._save(candidate)
+            self._release()
+            self._bell.ring()
+            await self._rest(BUSY_REST * seconds)
+
+    async def _save_checkpoints(self) -> None:
+        """Save states of rows that run. No rests: the rows' own pace is one."""
+        while True:
+            candidate = self.queue.take(trio.current_time(), urgent=True)
+            self._release()
+            if candidate is None:
+                await self._bell.wait()
+                continue
             await self._save(candidate)
             self._release()
             self._bell.ring()
-            await self._rest(BUSY_REST * (trio.current_time() - began))
 
     def _next(self) -> Candidate | None:
         if self._restores or self._restoring is not None:
             return None
         return self.queue.take(trio.current_time())
 
-    async def _save(self, candidate: Candidate) -> None:
+    async def _save(self, candidate: Candidate) -> float:
+        """Write a state, or learn why not; how many seconds the disk took."""
         if self._disk.holds(candidate):
-            self.queue.needless()
-            return
+            self.queue.needless(candidate)
+            return 0.0
         try:
             state = await self._export(candidate)
         except (StateRefused, Unavailable) as error:
             # It was released by somebody's crash, lost with its device, or has no form as bytes.
             self._warn("export", f"a kept state cannot be exported: {error.message}")
-            self.queue.failed()
-            return
-        self.queue.exported()
+            self.queue.failed(candidate)
+            return 0.0
+        self.queue.exported(candidate)
         self._release()
-        await self._after_restores()
-        if not self.queue.may_write(_file_bytes(state), trio.current_time()):
-            return
+        await self._after_restores(candidate)
+        began = trio.current_time()
+        if not self.queue.may_write(candidate, _file_bytes(state), began):
+            return 0.0
         try:
             written = await self._disk.save(candidate, state)
         except SpillFault as fault:
             self._tell(fault)
-            self.queue.failed()
-            return
-        self._told.clear()
-        self.queue.written(written, trio.current_time())
+            self.queue.failed(candidate)
+        else:
+            self._told.clear()
+            self.queue.written(candidate, written, trio.current_time())
+        return trio.current_time() - began
 
     async def _export(self, candidate: Candidate) -> HostState:
         layers: list[HostLayer] = []
@@ -282,7 +301,7 @@ class SpillActor:
         # A CPU copies nothing to let bytes go, so it need not be asked between many steps.
         count = 1 if model is None or model.launches_ahead else ALL_LAYERS
         while True:
-            await self._after_restores()
+            await self._after_restores(candidate)
             reply: Reply[tuple[HostLayer, ...]] = Reply()
             self._gpu.post(Export(candidate.snapshot, len(layers), count, reply))
             part = await reply.wait()
@@ -290,11 +309,12 @@ class SpillActor:
             if len(part) < count:
                 return HostState(len(candidate.ids), tuple(layers))
             size = sum(len(array.data) for layer in part for array in layer.arrays)
-            await self._rest(size / BUSY_EXPORT_RATE)
+            if not candidate.is_urgent:
+                await self._rest(size / BUSY_EXPORT_RATE)
             count = max(1, SLICE_BYTES * count // max(size, 1))
 
-    async def _after_restores(self) -> None:
-        while self._restores or self._restoring is not None:
+    async def _after_restores(self, candidate: Candidate) -> None:
+        while not candidate.is_urgent and (self._restores or self._restoring is not None):
             await self._bell.wait()
 
     async def _rest(self, seconds: float) -> None:

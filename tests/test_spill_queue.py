@@ -6,14 +6,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.device import RowId, SnapshotId
+from mlx_troupe.runtime.prefix.entries import Origin
 from mlx_troupe.runtime.spill.queue import HOUR, Candidate, SaveQueue, WriteBudget
 
 
 def state(
-    snapshot: int, *ids: int, nbytes: int = 10, cuttable: bool = True, namespace: str = "n"
+    snapshot: int,
+    *ids: int,
+    nbytes: int = 10,
+    cuttable: bool = True,
+    namespace: str = "n",
+    origin: Origin | None = None,
 ) -> Candidate:
-    return Candidate(SnapshotId(snapshot), namespace, ids, nbytes, "final", cuttable)
+    return Candidate(SnapshotId(snapshot), namespace, ids, nbytes, "final", cuttable, origin)
+
+
+def of(row: int, *, runs: bool = True) -> Origin:
+    return Origin(RowId(row), runs)
+
+
+def take(q: SaveQueue, now: float = 0) -> Candidate:
+    candidate = q.take(now)
+    assert candidate is not None
+    return candidate
 
 
 def queue(bound: int = 1000, keep: int = 1000, budget: int | None = None) -> SaveQueue:
@@ -28,8 +44,8 @@ def test_states_are_written_oldest_first() -> None:
     taken = []
     while (candidate := q.take(0)) is not None:
         taken.append(candidate.snapshot)
-        q.exported()
-        q.written(10, 0)
+        q.exported(candidate)
+        q.written(candidate, 10, 0)
     assert taken == [1, 2]
     assert (len(q), q.bytes, q.counts["written"]) == (0, 0, 2)
 
@@ -46,6 +62,50 @@ def test_a_longer_state_takes_the_place_of_what_it_covers() -> None:
     assert q.counts["superseded"] == 2
 
 
+def test_states_of_running_rows_are_taken_by_those_who_ask_for_them() -> None:
+    """Whatever waits beside them, and of each row one at a time; its last state comes behind."""
+    q = queue()
+    q.offer(state(1, 1), 0)
+    q.offer(state(2, 2, cuttable=False, origin=of(7)), 0)
+    first = q.take(0, urgent=True)
+    assert first is not None
+    assert first.snapshot == 2
+    q.offer(state(3, 2, 3, cuttable=False, origin=of(7)), 0)
+    q.offer(state(4, 4, origin=of(8)), 0)
+    other = q.take(0, urgent=True)
+    assert other is not None
+    assert other.snapshot == 4
+    assert q.take(0, urgent=True) is None
+    q.offer(state(5, 2, 3, 4, cuttable=False, origin=of(7, runs=False)), 0)
+    assert take(q).snapshot == 1
+    assert q.take(0) is None
+    q.failed(first)
+    assert take(q).snapshot == 5
+    q.check_integrity()
+
+
+def test_a_rows_newer_state_takes_the_place_of_one_that_waits() -> None:
+    """Where it cannot be cut, too, but never that of a state that was not kept on the way."""
+    q = queue()
+    q.offer(state(1, 1, cuttable=False, origin=of(7, runs=False)), 0)
+    q.offer(state(2, 1, 2, cuttable=False, origin=of(7)), 0)
+    q.offer(state(3, 1, 2, cuttable=False, origin=of(8)), 0)
+    q.offer(state(4, 1, 2, 3, cuttable=False, origin=of(7)), 0)
+    assert (len(q), q.counts["superseded"]) == (3, 1)
+    q.offer(state(5, 1, 2, 3, 4, cuttable=False, origin=of(7, runs=False)), 0)
+    assert (len(q), q.counts["superseded"]) == (3, 2)
+    assert [take(q).snapshot, q.take(0)] == [1, None]
+
+
+def test_a_scarce_budget_has_room_for_running_rows() -> None:
+    """They were asked for by the operator, and are not asked for again."""
+    q = queue(budget=15)
+    q.budget.charge(8, 0)
+    assert q.offer(state(1, 1), 0) == "postponed"
+    assert q.offer(state(2, 2, nbytes=7, origin=of(7)), 0) == "queued"
+    assert q.take(0, urgent=True) is not None
+
+
 def test_no_more_bytes_wait_than_may() -> None:
     """A state beyond the bound is refused and counted; it fits again when one was written."""
     q = queue(bound=25)
@@ -53,10 +113,10 @@ def test_no_more_bytes_wait_than_may() -> None:
     q.offer(state(2, 2), 0)
     assert q.offer(state(3, 3), 0) == "full"
     assert q.counts["dropped"] == 1
-    q.take(0)
+    hand = take(q)
     assert q.offer(state(3, 3), 0) == "full"
-    q.exported()
-    q.written(10, 0)
+    q.exported(hand)
+    q.written(hand, 10, 0)
     assert q.offer(state(3, 3), 0) == "queued"
 
 
@@ -66,11 +126,11 @@ def test_a_state_that_memory_let_go_stays_until_its_bytes_have_left_the_device()
     q.offer(state(1, 1), 0)
     q.let_go([SnapshotId(1), SnapshotId(9)])
     assert q.take_freed() == (9,)
-    q.take(0)
+    hand = take(q)
     assert q.take_freed() == ()
-    q.exported()
+    q.exported(hand)
     assert q.take_freed() == (1,)
-    q.written(10, 0)
+    q.written(hand, 10, 0)
     assert q.take_freed() == ()
 
 
@@ -91,9 +151,9 @@ def test_no_hour_sees_more_bytes_written_than_its_budget() -> None:
     for number in (1, 2):
         q.offer(state(number, number), 0)
     for _ in range(2):
-        q.take(0)
-        q.exported()
-        q.written(10, 0)
+        hand = take(q)
+        q.exported(hand)
+        q.written(hand, 10, 0)
     assert q.offer(state(3, 3), 1) == "postponed"
     assert q.offer(state(3, 3), 1) == "queued"
     assert q.take(1) is None
@@ -106,13 +166,13 @@ def test_a_state_that_takes_more_than_it_seemed_to_is_not_written_beyond_the_bud
     """The budget is asked again when the size is known."""
     q = queue(budget=25)
     q.offer(state(1, 1), 0)
-    q.take(0)
-    q.exported()
-    assert not q.may_write(26, 0)
+    hand = take(q)
+    q.exported(hand)
+    assert not q.may_write(hand, 26, 0)
     assert (len(q), q.counts["over_budget"]) == (0, 1)
     q.offer(state(2, 2), 0)
-    q.take(0)
-    assert q.may_write(25, 0)
+    hand = take(q)
+    assert q.may_write(hand, 25, 0)
     assert len(q) == 1
 
 
@@ -120,9 +180,9 @@ def test_the_second_half_of_a_budget_is_for_states_that_are_asked_for_again() ->
     """A state is refused once, and remembered by its ids, whatever its snapshot is."""
     q = queue(budget=15)
     q.offer(state(1, 1), 0)
-    q.take(0)
-    q.exported()
-    q.written(8, 0)
+    hand = take(q)
+    q.exported(hand)
+    q.written(hand, 8, 0)
     assert q.offer(state(2, 7, 8, nbytes=1), 1) == "postponed"
     assert q.offer(state(3, 7, 9, nbytes=1), 1) == "postponed"
     assert q.offer(state(4, 7, 8, nbytes=1), 1) == "queued"
@@ -133,12 +193,12 @@ def test_a_lost_device_leaves_nothing_waiting() -> None:
     q = queue()
     for number in (1, 2):
         q.offer(state(number, number), 0)
-    q.take(0)
-    q.exported()
+    hand = take(q)
+    q.exported(hand)
     q.let_go([SnapshotId(2)])
     q.lost()
     assert (len(q), q.owned) == (1, ())
-    q.written(10, 0)
+    q.written(hand, 10, 0)
     q.check_integrity()
     assert (len(q), q.bytes) == (0, 0)
 
@@ -169,30 +229,30 @@ def test_whatever_happens_each_state_is_freed_exactly_once(
     here: set[int] = set()
     gone: set[int] = set()
     freed: set[int] = set()
-    hand: list[bool] = []
+    hand: list[tuple[Candidate, bool]] = []
     written = 0
     for now, (action, number) in enumerate(actions):
         match action:
             case "offer" if number not in gone:
                 here.add(number)
                 ids = tuple(range(1 + number % 4)) if number % 2 else (number,)
-                q.offer(state(number, *ids, nbytes=number, cuttable=number % 3 > 0), now)
+                origin = of(number % 3, runs=number % 2 == 0) if number % 4 else None
+                cuttable = number % 3 > 0
+                q.offer(state(number, *ids, nbytes=number, cuttable=cuttable, origin=origin), now)
             case "let_go" if number in here:
                 here.remove(number)
                 gone.add(number)
                 q.let_go([SnapshotId(number)])
-            case "take" if not hand and q.take(now) is not None:
-                hand.append(True)
-            case "step" if hand and hand[0]:
-                q.exported()
-                hand[0] = False
+            case "take" if (taken := q.take(now, urgent=number % 2 == 0)) is not None:
+                hand.append((taken, True))
+            case "step" if hand and hand[0][1]:
+                q.exported(hand[0][0])
+                hand.append((hand.pop(0)[0], False))
             case "step" if hand:
-                q.written(number, now)
+                q.written(hand.pop(0)[0], number, now)
                 written += number
-                hand.clear()
             case "fail" if hand:
-                q.failed()
-                hand.clear()
+                q.failed(hand.pop(0)[0])
             case _:
                 pass
         q.check_integrity()
@@ -202,11 +262,12 @@ def test_whatever_happens_each_state_is_freed_exactly_once(
         freed |= set(told)
         assert freed <= gone, "freed while the memory tier has it"
         assert gone - freed == set(q.owned), "neither freed nor kept for the disk"
-    if hand:
-        q.failed()
-    while q.take(1e9) is not None:
-        q.exported()
-        q.written(0, 1e9)
+    for candidate, _ in hand:
+        q.failed(candidate)
+    for urgent in (True, False):
+        while (left := q.take(1e9, urgent=urgent)) is not None:
+            q.exported(left)
+            q.written(left, 0, 1e9)
     freed |= set(q.take_freed())
     assert freed == gone
     assert (len(q), q.bytes, q.counts["bytes_written"]) == (0, 0, written)

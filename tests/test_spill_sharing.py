@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from spill_rig import NAMESPACE, ODD, Ticks, entry, entry_files, faults, opened, state
 
-from mlx_troupe.runtime.spill.sharing import LONGEST_CHAIN
+from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.prefix.entries import Origin
+from mlx_troupe.runtime.spill import store as store_module
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState, nbytes
-from mlx_troupe.runtime.spill.store import SpillEntry
+from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 
 IDS = tuple(range(1000, 1400))
 
@@ -98,11 +100,12 @@ def test_behind_a_damaged_file_a_state_is_written_whole(tmp_path: Path) -> None:
     assert not store.has(short.key)
 
 
-def test_a_chain_does_not_grow_for_ever(tmp_path: Path) -> None:
+def test_a_chain_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many files a state is written whole, and its chain starts anew."""
+    monkeypatch.setattr(store_module, "LONGEST_CHAIN", 8)
     store = opened(tmp_path)
     made: SpillEntry | None = None
-    for length in range(1, LONGEST_CHAIN + 5):
+    for length in range(1, 13):
         made = entry(*IDS[:length])
         store.save(made, state(made))
     assert made is not None
@@ -110,19 +113,21 @@ def test_a_chain_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert found.state == state(made)
     files = {path.stat().st_size for path in entry_files(tmp_path)[-4:]}
     assert found.read_bytes <= 4 * max(files)
-    assert store.lookup((*IDS[:30], 0), NAMESPACE).length == 30
+    assert store.lookup((*IDS[:10], 0), NAMESPACE).length == 10
 
 
 def test_checkpoints_of_a_long_answer_cost_little_more_than_its_state(tmp_path: Path) -> None:
-    """8,192 tokens, saved every 256: at most 1.2 times the bytes that the answer made."""
+    """8,192 tokens, saved every 64: at most 1.2 times the bytes that the answer made."""
     store = opened(tmp_path)
     ids = tuple(range(8192))
-    width = 512
-    for length in range(256, 8193, 256):
-        keys = b"".join(n.to_bytes(4, "little") * (width // 4) for n in range(length))
-        layer = HostLayer("plain", (), (HostArray("uint8", (length, width), keys),), (0,))
+    width = 2048
+    keys = b"".join(n.to_bytes(4, "little") * (width // 4) for n in ids)
+    for length in range(64, 8193, 64):
+        held = HostArray("uint8", (length, width), keys[: length * width])
+        layer = HostLayer("plain", (), (held,), (0,))
         whole = HostState(length, (layer,))
-        store.save(SpillEntry("model", ids[:length], "partial", True), whole)
+        made = SpillEntry("model", ids[:length], "partial", True)
+        store.save(made, whole, Origin(RowId(1), length < 8192))
     assert store.load(SpillEntry("model", ids, "partial", True).key).state == whole
     assert store.stats().bytes_written <= 1.2 * nbytes(whole)
 
@@ -164,3 +169,65 @@ def test_a_ring_that_turned_is_written_whole_beside_shared_layers(tmp_path: Path
     later = HostState(210, (*state(long).layers, turned))
     assert store.save(long, later) < size / 2
     assert opened(tmp_path).load(long.key).state == later
+
+
+def saved_on_the_way(tmp_path: Path, lengths: tuple[int, ...], *, cuttable: bool) -> SpillStore:
+    """A store with states of one row, each longer than the one before, the last one its end."""
+    store = opened(tmp_path)
+    for length in lengths:
+        made = entry(*IDS[:length], cuttable=cuttable)
+        store.save(
+            made, state(made, recurrent=not cuttable), Origin(RowId(7), length < lengths[-1])
+        )
+    return store
+
+
+def test_a_row_continues_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compared, and another row's longer state of the same ids is left alone."""
+    monkeypatch.setattr(store_module, "starts_with", None)
+    store = saved_on_the_way(tmp_path, (100, 150), cuttable=True)
+    monkeypatch.undo()
+    odd = entry(*IDS[:180])
+    keys = HostArray("uint8", (180, 8), bytes(1440))
+    store.save(
+        odd, HostState(180, (HostLayer("plain", (), (keys,), (0,)),)), Origin(RowId(8), True)
+    )
+    long = entry(*IDS[:200])
+    assert store.save(long, state(long), Origin(RowId(7), False)) < nbytes(state(long)) / 2
+    assert opened(tmp_path).load(long.key).state == state(long)
+
+
+def test_a_row_whose_last_file_is_gone_is_written_whole(tmp_path: Path) -> None:
+    """Dropped, or damaged meanwhile: the next state does not depend on it."""
+    for damage in (lambda store, key: store.drop(key), _cut_file):
+        store = saved_on_the_way(tmp_path, (100, 150), cuttable=True)
+        short, long = entry(*IDS[:150]), entry(*IDS[:200])
+        damage(store, short.key)
+        store.save(long, state(long), Origin(RowId(7), False))
+        assert opened(tmp_path).load(long.key).state == state(long)
+        store.clear()
+
+
+def _cut_file(store: SpillStore, key: str) -> None:
+    path = store.folder / f"{key}.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def test_what_a_row_kept_on_the_way_goes_with_its_next_state(tmp_path: Path) -> None:
+    """Where that does not cover it; what it continues stays on disk and is not found."""
+    store = saved_on_the_way(tmp_path, (100, 150, 200), cuttable=False)
+    assert len(store._shelf.books) == 1
+    last = entry(*IDS[:200], cuttable=False)
+    assert opened(tmp_path).load(last.key).state == state(last, recurrent=True)
+    assert not faults(store)
+
+
+def test_a_prompts_state_stays(tmp_path: Path) -> None:
+    """Others may begin with it."""
+    store = opened(tmp_path)
+    for length, runs in ((100, False), (150, True), (200, True)):
+        made = entry(*IDS[:length], cuttable=False)
+        store.save(made, state(made, recurrent=True), Origin(RowId(7), runs))
+    assert store.lookup((*IDS[:100], 0), NAMESPACE).length == 100
+    assert store.lookup((*IDS[:150], 0), NAMESPACE).length == 100
+    assert store.lookup((*IDS[:200], 0), NAMESPACE).length == 200

@@ -54,7 +54,8 @@ def identity_of(request: GenerationRequest, asked: Asked) -> str | None:
         if request.ticket is None:
             return None
         key = f"stream {request.ticket.name}"
-    sampling = asdict(asked.sampling)
+    # What is off is left out, so that an option of a later release changes no older request.
+    sampling = {k: v for k, v in asdict(asked.sampling).items() if v is not None}
     sampling["seed"] = request.sampling.seed if asked.sampling.temperature else None
     grammar = request.grammar
     described = {

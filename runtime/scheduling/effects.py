@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..device import RowId, SnapshotId, TokenLogprobs
-from ..prefix.entries import Kind, LeaseId
+from ..prefix.entries import Kind, LeaseId, Origin
 from ..requests import FinishReason, Sampling
 from ..text.matching import TokenMatcher
 
@@ -61,7 +61,8 @@ class Started:
     """The row left the queue; ``cached_tokens`` of its prompt need not be computed.
 
     It runs with ``adapters`` (revisions, in order), and ``replayed`` tokens are not computed but
-    said again: they follow at once.
+    said again: they follow at once. It comes a second time, before any token, for a row that has to
+    start over because the row whose state it took has failed.
     """
 
     row: RowId
@@ -126,13 +127,15 @@ class Store:
     kind: Kind
     adapters: tuple[str, ...] = ()
     session: str | None = None
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnLease:
-    """A lent prefix has been copied (or will never be)."""
+    """A lent prefix has been copied, or (not ``taken``) never will be."""
 
     lease: LeaseId
+    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,14 @@ class Discard:
     snapshot: SnapshotId
 
 
-Effect: TypeAlias = RowEvent | LookUp | Store | ReturnLease | Discard
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A state of so many bytes was not kept: the device had no room for it."""
+
+    nbytes: int
+
+
+Effect: TypeAlias = RowEvent | LookUp | Store | ReturnLease | Discard | Missed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device import FromSnapshot, ModelInfo, SnapshotId, SnapshotMade, SnapshotSkipped
 from ..prefix.entries import Hit
-from .effects import Discard, LookUp, ReturnLease, Store
+from .effects import Discard, LookUp, Missed, ReturnLease, Store
 from .planning import PendingKeep
 from .rows import MIN_SHARED, Phase, Row, shared_length
 
@@ -42,7 +42,9 @@ class Keeps:
         self._copying.clear()
         self._waiting.clear()
 
-    def settle(self, kept: SnapshotMade | SnapshotSkipped) -> tuple[Store | Discard | LookUp, ...]:
+    def settle(
+        self, kept: SnapshotMade | SnapshotSkipped
+    ) -> tuple[Store | Discard | Missed | LookUp, ...]:
         """A copy is made or not: what becomes of it, and of the rows that waited for it."""
         placed = tuple(self._place(kept, self._copying.pop(kept.snapshot, None)))
         waiting = self._waiting.pop(kept.snapshot, [])
@@ -112,7 +114,7 @@ class Keeps:
 
     def _place(
         self, kept: SnapshotMade | SnapshotSkipped, pending: PendingKeep | None
-    ) -> Iterator[Store | Discard]:
+    ) -> Iterator[Store | Discard | Missed]:
         match kept:
             case SnapshotMade(snapshot, length, nbytes):
                 if pending is None or length != len(pending.ids):
@@ -127,8 +129,10 @@ class Keeps:
                     pending.kind,
                     pending.adapters,
                     pending.session,
+                    pending.origin,
                 )
-            case SnapshotSkipped():
-                return
+            case SnapshotSkipped(nbytes=nbytes):
+                if nbytes:
+                    yield Missed(nbytes)
             case _:
                 assert_never(kept)

@@ -20,7 +20,7 @@ from ..device import (
     StepId,
     StepPlan,
 )
-from ..prefix.entries import Kind, LeaseId
+from ..prefix.entries import Kind, LeaseId, Origin
 from .chunks import ChunkSizer
 from .reserve import Reserve
 from .rows import Choice, Phase, Row, choose_source
@@ -43,6 +43,7 @@ class PendingKeep:
     kind: Kind
     adapters: tuple[str, ...] = ()
     session: str | None = None
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +114,23 @@ class Planner:
             return []
         kept: list[tuple[KeepRow, PendingKeep]] = []
         for row in rows:
+            runs = False
             if row.phase is Phase.ENDING:
                 ids = row.known
                 kind: Kind = "final" if row.generated and not row.remaining else "partial"
             elif row.keep_prompt and row.processed == row.prompt_goal and not row.launched_tokens:
                 row.keep_prompt = False
                 ids, kind = row.spec.prompt[:-1], "prompt"
+                row.kept = self._due_before(row, len(ids))
             elif self._is_due(row, len(row.known)) and model.can_cut(row.processed, len(row.known)):
-                row.kept = len(row.known)
-                ids, kind = row.known, "final"
+                ids, kind, runs = row.known, "final", True
+                row.kept = self._due_before(row, len(ids))
             else:
                 continue
             if len(ids) >= KEEP_AT_LEAST:
                 snapshot = self._new_snapshot()
-                session = row.spec.session
-                pending = PendingKeep(snapshot, ids, kind, row.adapters, session)
+                session, origin = row.spec.session, Origin(row.id, runs)
+                pending = PendingKeep(snapshot, ids, kind, row.adapters, session, origin)
                 kept.append((KeepRow(row.id, len(ids), snapshot), pending))
         return kept
 
@@ -136,6 +139,11 @@ class Planner:
         if not (self._cache and self._checkpoint and row.spec.checkpoints):
             return False
         return row.phase is Phase.DECODE and tokens - row.kept >= self._checkpoint
+
+    def _due_before(self, row: Row, tokens: int) -> int:
+        """When a row's state was last due that has so many tokens now; with its records always."""
+        start = len(row.spec.prompt) - 1
+        return tokens - (tokens - start) % self._checkpoint if self._checkpoint else tokens
 
     def _starts(
         self, rows: list[Row], model: ModelInfo
@@ -159,7 +167,9 @@ class Planner:
     def _start(self, row: Row, choice: Choice, model: ModelInfo) -> StartRow:
         row.processed = row.cached = choice.length
         row.fresh = row.remaining
-        row.kept = row.prompt_goal
+        # A long prefill must not be lost to a crash at the answer's first tokens.
+        again = row.fresh >= KEEP_AT_LEAST
+        row.kept = self._due_before(row, row.prompt_goal) - (self._checkpoint if again else 0)
         row.move(Phase.PREFILL if row.remaining else Phase.DECODE)
         prompt = len(row.spec.prompt)
         uncuttable = not model.can_cut(prompt + row.spec.limit, prompt - 1)
@@ -218,11 +228,7 @@ class Planner:
             if row.keep_prompt:
                 # The prompt's state is copied at the head of the next step, before it changes.
                 continue
-            if (
-                row.in_flight
-                and not model.can_cut(row.processed, 1)
-                and self._is_due(row, row.processed)
-            ):
+            if not model.can_cut(row.processed, 1) and self._is_due(row, row.processed):
                 # Its state is kept as soon as all of its tokens are known.
                 continue
             longer = row.processed + 1

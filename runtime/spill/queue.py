@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..device import SnapshotId
-from ..prefix.entries import Kind
+from ..device import RowId, SnapshotId
+from ..prefix.entries import Kind, Origin
 
 HOUR = 3600.0
 SEEN = 4096
@@ -34,6 +34,7 @@ class Candidate:
     """A kept state of exactly ``ids`` that is not on the disk.
 
     ``nbytes`` is what it costs on the device; ``cuttable``: it serves all that its prefixes serve.
+    ``origin``: the row that it was kept of, where that is known.
     """
 
     snapshot: SnapshotId
@@ -42,6 +43,22 @@ class Candidate:
     nbytes: int
     kind: Kind
     cuttable: bool
+    origin: Origin | None = None
+
+    @property
+    def row(self) -> RowId | None:
+        """The row that it is of."""
+        return None if self.origin is None else self.origin.row
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its row goes on, so that what is made before it is safe is made once more."""
+        return self.origin is not None and self.origin.runs
+
+    def replaces(self, other: Candidate) -> bool:
+        """Whether the other need not be written before this one."""
+        passed = other.is_urgent and self.row == other.row and len(self.ids) >= len(other.ids)
+        return passed or self.covers(other)
 
     def covers(self, other: Candidate) -> bool:
         """Whether with this one on the disk the other would serve nobody."""
@@ -93,7 +110,7 @@ class _InHand:
 
 
 class SaveQueue:
-    """States that wait to be written, oldest first, and the one that is being written.
+    """States that wait to be written, oldest first, and those that are being written.
 
     Args:
         bound: bytes of states that may wait; a further one is refused.
@@ -109,7 +126,7 @@ class SaveQueue:
         self._keep = keep
         self.budget = budget
         self._waiting: OrderedDict[SnapshotId, Candidate] = OrderedDict()
-        self._in_hand: _InHand | None = None
+        self._in_hand: dict[SnapshotId, _InHand] = {}
         self._owned: set[SnapshotId] = set()
         self._owned_bytes = 0
         self._bytes = 0
@@ -118,8 +135,8 @@ class SaveQueue:
         self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
-        """States that are not written yet, the one in hand included."""
-        return len(self._waiting) + (self._in_hand is not None)
+        """States that are not written yet, those in hand included."""
+        return len(self._waiting) + len(self._in_hand)
 
     @property
     def bytes(self) -> int:
@@ -129,7 +146,7 @@ class SaveQueue:
     @property
     def on_device(self) -> int:
         """How many of them have not left the device yet."""
-        return len(self._waiting) + bool(self._in_hand and self._in_hand.on_device)
+        return len(self._waiting) + sum(hand.on_device for hand in self._in_hand.values())
 
     @property
     def owned(self) -> tuple[SnapshotId, ...]:
@@ -152,12 +169,13 @@ class SaveQueue:
         Those that wait and that it covers need not be written any more. One that is refused stays
         with whoever offered it.
         """
-        if candidate.snapshot in self._waiting or self._is_in_hand(candidate.snapshot):
+        if candidate.snapshot in self._waiting or candidate.snapshot in self._in_hand:
             return "here"
         for other in tuple(self._waiting.values()):
-            if candidate.covers(other):
+            if candidate.replaces(other):
                 self._leave(other, "superseded")
-        if self.budget.is_scarce(now) and not self._is_second(candidate):
+        scarce = self.budget.is_scarce(now) and not candidate.is_urgent
+        if scarce and not self._is_second(candidate):
             self.counts["postponed"] += 1
             return "postponed"
         if self._bytes + candidate.nbytes > self._bound:
@@ -176,50 +194,54 @@ class SaveQueue:
             elif waiting is not None:
                 self._own(waiting)
                 self._leave(waiting, "dropped")
-            elif (hand := self._in_hand) and self._is_in_hand(snapshot) and hand.on_device:
+            elif (hand := self._in_hand.get(snapshot)) is not None and hand.on_device:
                 self._own(hand.candidate)
             else:
                 self._freed.append(snapshot)
 
-    def take(self, now: float) -> Candidate | None:
-        """The next state to write, which is then in hand; those over the budget are given up."""
-        if self._in_hand is not None:
-            raise ValueError("a state is in hand already")
-        while self._waiting:
-            candidate = next(iter(self._waiting.values()))
+    def take(self, now: float, *, urgent: bool = False) -> Candidate | None:
+        """The next state to write, which is then in hand; those over the budget are given up.
+
+        Of each row one is in hand at a time, so that the next one can continue it. Urgent ones are
+        taken by those who ask for such, and by nobody else.
+        """
+        busy = {hand.candidate.row for hand in self._in_hand.values()}
+        for candidate in tuple(self._waiting.values()):
+            held_up = candidate.row is not None and candidate.row in busy
+            if held_up or candidate.is_urgent is not urgent:
+                continue
             if self.budget.allows(candidate.nbytes, now):
                 del self._waiting[candidate.snapshot]
-                self._in_hand = _InHand(candidate)
+                self._in_hand[candidate.snapshot] = _InHand(candidate)
                 return candidate
             self._leave(candidate, "over_budget")
         return None
 
-    def exported(self) -> None:
-        """All bytes of the state in hand have left the device."""
-        hand = self._hand()
-        hand.on_device = False
-        self._disown(hand.candidate)
+    def exported(self, candidate: Candidate) -> None:
+        """All bytes of a state in hand have left the device."""
+        self._hand(candidate).on_device = False
+        self._disown(candidate)
 
-    def may_write(self, nbytes: int, now: float) -> bool:
-        """Whether the budget has room for what the state in hand really takes; else it is out."""
+    def may_write(self, candidate: Candidate, nbytes: int, now: float) -> bool:
+        """Whether the budget has room for what a state in hand really takes; else it is out."""
         if self.budget.allows(nbytes, now):
             return True
-        self._end("over_budget")
+        self._end(candidate, "over_budget")
         return False
 
-    def written(self, nbytes: int, now: float) -> None:
-        """The state in hand is on the disk, at the cost of ``nbytes`` written."""
+    def written(self, candidate: Candidate, nbytes: int, now: float) -> None:
+        """A state in hand is on the disk, at the cost of ``nbytes`` written."""
         self.budget.charge(nbytes, now)
         self.counts["bytes_written"] += nbytes
-        self._end("written")
+        self._end(candidate, "written")
 
-    def failed(self) -> None:
-        """The state in hand could not be written."""
-        self._end("failed")
+    def failed(self, candidate: Candidate) -> None:
+        """A state in hand could not be written."""
+        self._end(candidate, "failed")
 
-    def needless(self) -> None:
-        """The state in hand turned out to be gone, or to be on the disk already."""
-        self._end("superseded")
+    def needless(self, candidate: Candidate) -> None:
+        """A state in hand turned out to be gone, or to be on the disk already."""
+        self._end(candidate, "superseded")
 
     def lost(self) -> None:
         """The device lost every state; one that has left it is still written."""
@@ -231,13 +253,11 @@ class SaveQueue:
         self._owned_bytes = 0
         self._freed.clear()
 
-    def _hand(self) -> _InHand:
-        if self._in_hand is None:
-            raise ValueError("no state is in hand")
-        return self._in_hand
-
-    def _is_in_hand(self, snapshot: SnapshotId) -> bool:
-        return self._in_hand is not None and self._in_hand.candidate.snapshot == snapshot
+    def _hand(self, candidate: Candidate) -> _InHand:
+        hand = self._in_hand.get(candidate.snapshot)
+        if hand is None:
+            raise ValueError(f"state {candidate.snapshot} is not in hand")
+        return hand
 
     def _is_second(self, candidate: Candidate) -> bool:
         """Whether the same state was offered before; the first offer is remembered."""
@@ -258,9 +278,9 @@ class SaveQueue:
         self.counts[why] += 1
         self._disown(candidate)
 
-    def _end(self, how: str) -> None:
-        candidate = self._hand().candidate
-        self._in_hand = None
+    def _end(self, candidate: Candidate, how: str) -> None:
+        self._hand(candidate)
+        del self._in_hand[candidate.snapshot]
         self._bytes -= candidate.nbytes
         self.counts[how] += 1
         self._disown(candidate)
@@ -280,9 +300,7 @@ class SaveQueue:
         """Raise AssertionError, in words, where the books do not agree. For tests."""
         held = list(self._waiting.values())
         assert sum(c.nbytes for c in held) <= self._bound, "more waits than may"
-        hand = self._in_hand
-        if hand is not None:
-            held.append(hand.candidate)
+        held += [hand.candidate for hand in self._in_hand.values()]
         assert self._bytes == sum(c.nbytes for c in held), "bytes are not their sum"
         sizes = {c.snapshot: c.nbytes for c in held}
         assert self._owned <= sizes.keys(), "a state is kept for nothing"

@@ -13,8 +13,9 @@ from hashlib import sha256
 from .format import Header
 from .state import HostArray, HostState, StateMismatch, check_continues, nbytes, token_runs
 
-LONGEST_CHAIN = 64
-"""Files that one state is joined from; with more, a load is mostly opening files."""
+LONGEST_CHAIN = 1024
+"""Files that one state is joined from. Opening one costs a fraction of a millisecond, and writing a
+state anew costs all of its bytes."""
 
 WORTH = 0.1
 """The least part of a state that must be saved for it to depend on another file."""
@@ -32,6 +33,18 @@ def is_worth_sharing(state: HostState, first: int) -> bool:
     return movable * first / tokens >= WORTH * nbytes(state)
 
 
+def fits(state: HostState, header: Header) -> bool:
+    """Whether the layers of a whole state can continue those of a file, by their forms."""
+    if len(header.layers) != len(state.layers):
+        return False
+    try:
+        for form, layer in zip(header.layers, state.layers, strict=True):
+            check_continues(form, layer)
+    except StateMismatch:
+        return False
+    return True
+
+
 def starts_with(state: HostState, chain: Iterable[Header]) -> bool:
     """Whether the files of a chain, joined, are a whole state's first tokens to the byte.
 
@@ -41,13 +54,9 @@ def starts_with(state: HostState, chain: Iterable[Header]) -> bool:
 
 
 def _holds(state: HostState, header: Header) -> bool:
-    if len(header.layers) != len(state.layers):
+    if not fits(state, header):
         return False
     for form, layer in zip(header.layers, state.layers, strict=True):
-        try:
-            check_continues(form, layer)
-        except StateMismatch:
-            return False
         if all(axis is None for axis in layer.token_axis):
             continue
         for written, array, axis in zip(form.arrays, layer.arrays, layer.token_axis, strict=True):

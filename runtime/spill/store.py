@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..prefix.entries import Kind
+from ..prefix.entries import Kind, Origin
 from .books import Slot, file_name
 from .faults import Absent, Corrupt, DiskFull, SpillFault, Unfit
 from .files import Files
 from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
 from .index import FileKey, SpillHit
-from .sharing import LONGEST_CHAIN, is_worth_sharing, starts_with
+from .rows import LastFile, RowFiles
+from .sharing import LONGEST_CHAIN, fits, is_worth_sharing, starts_with
 from .shelf import Shelf
 from .state import HostState, StateMismatch, check_continues, cut_tokens, join
 from .values import Restored, StoreStats
@@ -89,6 +90,7 @@ class SpillStore:
         self._clock = clock
         self._folder = SpillFolder(folder, Files() if files is None else files)
         self._shelf = Shelf(self._folder, max_bytes, clock)
+        self._rows = RowFiles()
         self._is_full = False
 
     @property
@@ -125,19 +127,21 @@ class SpillStore:
         with self._shelf.lock:
             return key in self._shelf.books
 
-    def save(self, entry: SpillEntry, state: HostState) -> int:
+    def save(self, entry: SpillEntry, state: HostState, origin: Origin | None = None) -> int:
         """Write a state; returns the bytes once they are durable, 0 if it was here already.
 
         A state with ``first`` > 0 is a delta behind the entry of the first ``first`` ids. Of a
         whole one, too, only what lies behind an earlier entry is written, if that is the state's
-        beginning to the byte.
+        beginning to the byte; ``origin`` saves comparing it with the row's last file. What a row
+        kept on the way is dropped when a later state of it is durable that does not cover it.
         """
         with self._shelf.counted():
             header = self._header(entry, state)
             self._shelf.sync()
             if self._renew(entry.key, header):
                 return 0
-            with self._parent(entry, state) as above:
+            last = self._rows.last(origin)
+            with self._parent(entry, state, last) as above:
                 if above:
                     state = cut_tokens(state, above[-1].length, state.length)
                     header = self._continue(above[-1], header, state)
@@ -147,6 +151,10 @@ class SpillStore:
                     if not self._shelf.enter(entry.key, made.header, 0):
                         self._shelf.remove((file_name(entry.key),))
                         raise Unfit("what a delta continues went while it was written")
+            self._rows.note(origin, entry.key, made.header.digest)
+            if last is not None and last.runs and not entry.cuttable:
+                with suppress(SpillFault):
+                    self.drop(last.key)
             self._shelf.touch(entry.key)
             self._shelf.count("saves")
             return made.header.size
@@ -223,7 +231,9 @@ class SpillStore:
         return header, parts
 
     @contextmanager
-    def _parent(self, entry: SpillEntry, state: HostState) -> Iterator[tuple[Slot, ...]]:
+    def _parent(
+        self, entry: SpillEntry, state: HostState, last: LastFile | None
+    ) -> Iterator[tuple[Slot, ...]]:
         """The files that a state continues, pinned; none for one that is written whole."""
         if state.first:
             key = key_of(entry.namespace, entry.ids[: state.first])
@@ -234,15 +244,25 @@ class SpillStore:
             return
         namespace = namespace_digest(entry.namespace)
         with self._shelf.lock:
-            longest = self._shelf.books.prefixes(entry.ids, namespace)[:1]
-        with self._shelf.pinned(next(iter(longest), None)) as above:
-            yield above if self._begins(state, above) else ()
+            found = self._shelf.books.prefixes(entry.ids, namespace)[:1]
+            if last is not None and last.key in self._shelf.books:
+                found = (last.key,)
+        with self._shelf.pinned(next(iter(found), None)) as above:
+            known = last is not None and last.ends(above)
+            yield above if self._begins(state, above, known) else ()
 
-    def _begins(self, state: HostState, chain: tuple[Slot, ...]) -> bool:
-        """Whether a whole state begins, to the byte, with what these files hold."""
-        if not 0 < len(chain) < LONGEST_CHAIN or not is_worth_sharing(state, chain[-1].length):
+    def _begins(self, state: HostState, chain: tuple[Slot, ...], known: bool) -> bool:
+        """Whether a whole state begins, to the byte, with what these files hold.
+
+        ``known``: it does, unless its form has changed.
+        """
+        if not 0 < len(chain) < LONGEST_CHAIN or chain[-1].length >= state.length:
+            return False
+        if not is_worth_sharing(state, chain[-1].length):
             return False
         try:
+            if known:
+                return fits(state, self._look(chain[-1]))
             return starts_with(state, map(self._look, chain))
         except SpillFault as fault:
             self._shelf.count_fault(fault)
