@@ -217,8 +217,8 @@ class RequestActor:
             checkpoints=progress is not None and progress.is_written,
             session=self._request.session,
         )
-        # The buffer is the reservation: one Started, one event a token, one end.
-        send, receive = trio.open_memory_channel[RowEvent](limit + 2)
+        # The buffer is the reservation: two Started at most, one event a token, one end.
+        send, receive = trio.open_memory_channel[RowEvent](limit + 3)
         with receive:
             await self._explain_cache(built.ids)
             await self._submit(spec, send)

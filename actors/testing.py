@@ -252,9 +252,10 @@ class ScriptedDevice(ScriptedStates):
         return SnapshotMade(snapshot, length, length)
 
     def _start(self, start: StartRow, failed: list[RowFailed]) -> None:
-        if start.row in self._seen:
+        if start.row in self._seen - self._failed:
             raise ContractBroken(f"row id {start.row} was used before")
         self._seen.add(start.row)
+        self._failed.discard(start.row)
         if missing := [name for name in start.adapters if name not in self.mounted]:
             self._fail(start.row, f"adapters {missing} are not mounted", failed)
             return

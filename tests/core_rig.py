@@ -241,8 +241,8 @@ class Rig:
         return [event.token for event in self.said[row] if isinstance(event, TokenMade)]
 
     def cached(self, row: RowId) -> int:
-        """What the row's Started said about its prompt."""
-        return next(e.cached_tokens for e in self.said[row] if isinstance(e, Started))
+        """What the row's last Started said about its prompt."""
+        return [e.cached_tokens for e in self.said[row] if isinstance(e, Started)][-1]
 
     def is_over(self, row: RowId) -> bool:
         """Whether the row has said its last word."""
@@ -276,7 +276,8 @@ class Rig:
         made = self.tokens(event.row)
         match event:
             case Started():
-                assert said == [event], "a row started twice"
+                assert all(isinstance(e, Started) for e in said), "a row started in the midst"
+                assert len(said) <= 2, "a row started over twice"
             case TokenMade():
                 assert isinstance(said[0], Started), "a token came before the start"
                 assert made == tokens[: len(made)], "a row's tokens are not those of it alone"

@@ -427,6 +427,30 @@ def test_a_row_that_cannot_go_on_fails_alone(
     assert driver.tokens[A][: len(wanted)] == wanted
 
 
+def test_a_row_that_could_not_start_starts_again_under_its_id(
+    checkpoints: Callable[..., Path], drive: Callable[..., Driver]
+) -> None:
+    """Its source is gone; a step with it is under way still when it starts from nothing."""
+    driver = drive("llama")
+    texts = {A: prompt(12, 1), B: prompt(30, 2)}
+    driver.start(A, texts[A])
+    driver.step(
+        start=(StartRow(B, texts[B], GREEDY, FromRow(C, 20)),),
+        prefill=(PrefillRow(B, 9),),
+        decode=(A,),
+    )
+    driver.step(decode=(A, B))
+    driver.start(B, texts[B], decode=(A,))
+    assert {failed.row for failed in driver.failed} == {B}
+    assert "gone" in driver.failed[0].reason
+    driver.decode(8, A, B)
+    for row in (A, B):
+        said = driver.tokens[row]
+        wanted = sure(*oracle(checkpoints("llama"), texts[row], len(said)))
+        assert said[: len(wanted)] == wanted
+        assert len(wanted) > 5
+
+
 def test_a_row_ended_before_its_last_step_settles_still_reports_its_token(
     drive: Callable[..., Driver],
 ) -> None:

@@ -533,24 +533,84 @@ def test_a_poisoned_row_fails_alone() -> None:
     assert rig.core.stats().failed == 1
 
 
-def test_a_fork_of_a_row_that_has_just_failed_is_a_failed_row_and_no_fault() -> None:
-    """The step is planned before the failure is known; the device still answers for everyone."""
+def forked_from_a_bad_row() -> tuple[Rig, RowId, RowId]:
+    """A row that fails in its first decode, and one that was planned to start from it by then."""
     rig = Rig(script=endless)
-    bad, good = rig.submit((*ramp(60), 1), limit=6), rig.submit(ramp(20, 5), limit=6)
+    bad = rig.submit((*ramp(60), 1), limit=6)
     assert bad is not None
-    assert good is not None
     rig.device.poisoned.add(bad)
-    while rig.lookups:
-        rig.answer()
+    rig.answer()
     rig.plan_one()
-    fork = rig.submit((*ramp(60), 2), limit=6)
+    fork = rig.submit((*ramp(60), *ramp(9, 3)), limit=6)
     assert fork is not None
     rig.answer()
-    plan = rig.plan_one()
-    assert plan.start[0].source == FromRow(bad, 60)
+    assert rig.plan_one().start[0].source == FromRow(bad, 60)
+    return rig, bad, fork
+
+
+def test_a_fork_of_a_row_that_has_just_failed_starts_over() -> None:
+    """The step is planned before the failure is known; only the row at fault fails."""
+    rig, bad, fork = forked_from_a_bad_row()
     rig.drain()
-    assert len(rig.tokens(good)) == 6
+    assert isinstance(rig.said[bad][-1], RowBroken)
+    assert len(rig.tokens(fork)) == 6
+    starts = [start for plan in rig.device.plans for start in plan.start if start.row == fork]
+    assert [type(start.source) for start in starts] == [FromRow, Cold]
+    assert rig.cached(fork) == 0
+    assert rig.core.stats().failed == 1
+
+
+def test_what_an_earlier_step_says_of_a_row_that_started_over_is_out_of_date() -> None:
+    """Two steps were planned with it; the second one's failure is not that of its second start."""
+    rig, _, fork = forked_from_a_bad_row()
+    rig.settle()
+    ahead = rig.plan_one()
+    assert fork in ahead.decode or any(part.row == fork for part in ahead.prefill)
+    rig.settle()
+    again = rig.plan_one()
+    assert [start.row for start in again.start] == [fork]
+    assert any(failed.row == fork for failed in rig.settle().failed)
+    assert not rig.is_over(fork)
+    rig.drain()
+    assert len(rig.tokens(fork)) == 6
+
+
+def test_forks_of_forks_start_over_too() -> None:
+    """And from nothing each, so that a second fault of their own is the last."""
+    rig, bad, fork = forked_from_a_bad_row()
+    second = rig.submit((*ramp(60), *ramp(9, 3), 5), limit=6)
+    assert second is not None
+    rig.answer()
+    rig.device.poisoned.add(second)
+    rig.drain()
+    assert [len(rig.tokens(row)) for row in (bad, fork, second)] == [0, 6, 0]
+    assert isinstance(rig.said[second][-1], RowBroken)
+    assert rig.core.stats().failed == 2
+
+
+def test_a_row_that_starts_over_can_be_cancelled() -> None:
+    """Before its second start it leaves at once."""
+    rig, _, fork = forked_from_a_bad_row()
+    rig.settle()
+    rig.settle()
+    rig.cancel(fork)
+    rig.drain()
+    assert rig.core.stats().cancelled == 1
+
+
+def test_a_fork_that_fails_by_itself_is_at_fault() -> None:
+    """Its donor is well: nobody starts over."""
+    rig = Rig(script=endless)
+    donor = rig.submit((*ramp(60), 1), limit=9)
+    rig.step()
+    fork = rig.submit((*ramp(60), 2), limit=6)
+    assert donor is not None
+    assert fork is not None
+    rig.device.poisoned.add(fork)
+    rig.drain()
+    assert len(rig.tokens(donor)) == 9
     assert isinstance(rig.said[fork][-1], RowBroken)
+    assert sum(start.row == fork for plan in rig.device.plans for start in plan.start) == 1
 
 
 def test_a_lost_device_fails_what_was_on_it_and_keeps_what_waits() -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from ..adapter_table import base_only
 from ..device import (
     ModelInfo,
-    RowFailed,
     RowId,
     Sampled,
     SnapshotId,
@@ -38,7 +37,7 @@ from .effects import (
     RowSpec,
     SchedulerStats,
 )
-from .endings import begin, end, take_token
+from .endings import begin, can_start_over, donor_of, end, start_over, take_token
 from .keeps import Keeps
 from .planning import Planned, Planner
 from .reserve import Reserve, youngest_waiting
@@ -159,11 +158,14 @@ class SchedulerCore:
         self.sizer.saw(
             prefilled=planned.prefilled, decoded=len(planned.plan.decode), seconds=done.seconds
         )
-        effects: list[Effect] = [ReturnLease(lease) for lease in planned.leases]
+        effects: list[Effect] = [ReturnLease(lease, taken=True) for lease in planned.leases]
+        self._orphan({failed.row for failed in done.failed})
         for failed in done.failed:
-            effects += self._row_failed(failed)
+            if (row := self._row_in(done.step, failed.row)) is not None:
+                effects += self._row_failed(row, failed.reason, done.step)
         for sampled in done.sampled:
-            effects += self._sampled(sampled)
+            if (row := self._row_in(done.step, sampled.row)) is not None:
+                effects += self._sampled(row, sampled)
         for kept in done.kept:
             effects += self._keeps.settle(kept)
         return (*effects, *self._admit())
@@ -229,6 +231,8 @@ class SchedulerCore:
         self._steps.append(planned)
         for keep in planned.keeps:
             self._keeps.begin(keep)
+        for start in planned.plan.start:
+            self._rows[start.row].donor = donor_of(start)
         for row_id in planned.plan.end:
             row = self._rows.pop(row_id)
             self._tally.finished += not row.cancelled
@@ -284,9 +288,13 @@ class SchedulerCore:
         row.move(Phase.LOOKING)
         yield from self._keeps.look_up(row)
 
-    def _sampled(self, sampled: Sampled) -> tuple[Effect, ...]:
-        row = self._rows.get(sampled.row)
-        if row is None or self.model is None:
+    def _row_in(self, step: StepId, row_id: RowId) -> Row | None:
+        """The row that a result of ``step`` speaks of, if it still runs as it did in that step."""
+        row = self._rows.get(row_id)
+        return None if row is None or step in row.before else row
+
+    def _sampled(self, row: Row, sampled: Sampled) -> tuple[Effect, ...]:
+        if self.model is None:
             return ()
         events = take_token(row, sampled, self.model.eos_ids)
         self._tally.generated += bool(events)
@@ -300,14 +308,19 @@ class SchedulerCore:
         self._tally.shortened += 1
         return (end(row, FinishReason.LENGTH),)
 
-    def _row_failed(self, failed: RowFailed) -> Iterator[Effect]:
-        row = self._rows.pop(failed.row, None)
-        if row is None:
+    def _orphan(self, failed: set[RowId]) -> None:
+        for row in self._rows.values():
+            row.orphaned = row.orphaned or row.donor in failed
+
+    def _row_failed(self, row: Row, reason: str, step: StepId) -> Iterator[Effect]:
+        if can_start_over(row):
+            start_over(row, (step, *(planned.plan.step for planned in self._steps)))
             return
+        del self._rows[row.id]
         yield from lease_back(row)
         if row.phase is not Phase.ENDING:
             self._tally.failed += 1
-            yield RowBroken(failed.row, failed.reason)
+            yield RowBroken(row.id, reason)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state contradicts itself; tests call it after each step."""

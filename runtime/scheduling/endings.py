@@ -1,4 +1,4 @@
-"""How a row begins, takes its tokens, and ends.
+"""How a row begins, takes its tokens, starts over, and ends.
 
 Part of the scheduler's core: functions on one row.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..device import Sampled
+from ..device import FromRow, RowId, Sampled, StartRow, StepId
 from ..requests import FinishReason
 from .effects import RowEnded, RowEvent, Started, TokenMade
 from .rows import Phase, Row
@@ -42,6 +42,32 @@ def take_token(row: Row, sampled: Sampled, eos_ids: frozenset[int]) -> tuple[Row
     if len(row.generated) >= row.spec.limit:
         return made, end(row, FinishReason.LENGTH)
     return (made,)
+
+
+def donor_of(start: StartRow) -> RowId | None:
+    """The row whose state a row starts from."""
+    return start.source.row if isinstance(start.source, FromRow) else None
+
+
+def can_start_over(row: Row) -> bool:
+    """Whether a row that failed may not be at fault: it took a state from one that has failed too.
+
+    Once, and only before its client has heard a token.
+    """
+    started = row.phase in (Phase.PREFILL, Phase.DECODE)
+    return row.orphaned and started and not row.generated
+
+
+def start_over(row: Row, steps: Iterable[StepId]) -> None:
+    """The row, which is gone from the device, is to start from nothing, under the same id.
+
+    ``steps`` are all that may still speak of it.
+    """
+    row.move(Phase.READY)
+    row.processed = row.in_flight = 0
+    row.keep_prompt = row.waits = row.orphaned = False
+    row.donor, row.cold = None, True
+    row.before = frozenset(steps)
 
 
 def end(row: Row, reason: FinishReason) -> RowEnded:

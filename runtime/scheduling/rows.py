@@ -11,7 +11,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from ..device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, Source
+from ..device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, Source, StepId
 from ..prefix.entries import LeaseId
 from .effects import ReturnLease, RowSpec
 
@@ -40,6 +40,8 @@ LEGAL: frozenset[tuple[Phase, Phase]] = frozenset(
         (Phase.READY, Phase.PREFILL),
         (Phase.READY, Phase.DECODE),
         (Phase.PREFILL, Phase.DECODE),
+        (Phase.PREFILL, Phase.READY),
+        (Phase.DECODE, Phase.READY),
         (Phase.PREFILL, Phase.ENDING),
         (Phase.DECODE, Phase.ENDING),
     }
@@ -59,6 +61,10 @@ class Row:
             unless a step ran ahead.
         replayed: how many of them come from an earlier row of the same request.
         kept: tokens of the state that was kept last on the way.
+        donor: the row whose state it started from.
+        orphaned: that row has failed since.
+        cold: it starts from nothing, whatever there is.
+        before: steps launched before it had to start over; what they say of it is out of date.
         hit: what the prefix cache lent, until the row has started.
         asked_at: how many states the cache had been offered when it was asked for this row.
         asking: questions to the cache that it has not answered yet.
@@ -87,6 +93,10 @@ class Row:
     adapters: tuple[str, ...] = ()
     replayed: int = 0
     kept: int = 0
+    donor: RowId | None = None
+    orphaned: bool = False
+    cold: bool = False
+    before: frozenset[StepId] = frozenset()
 
     @property
     def id(self) -> RowId:
@@ -171,6 +181,8 @@ def choose_source(
     row: Row, donors: list[Row], *, model: ModelInfo, may_wait: bool = True
 ) -> Choice:
     """The longest prefix that ``row`` can start from: the cache's hit or another row's state."""
+    if row.cold:
+        return Choice(Cold(), 0)
     best = Choice(Cold(), 0) if row.hit is None else Choice(row.hit, row.hit.length)
     for donor in donors:
         if donor.adapters != row.adapters:
