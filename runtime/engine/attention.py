@@ -9,9 +9,10 @@ function untouched, so a lone row stays bit-exact. Runs on the device thread; ow
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
@@ -33,10 +34,20 @@ class RaggedMask:
     window: int | None
 
 
-@runtime_checkable
-class AttentionView(Protocol):
-    """Keys and values of a batch whose rows do not fit one array."""
+class AttentionView(ABC):
+    """Keys and values that are not one array; also the cache that returns itself for them."""
 
+    def keys_and_values(self) -> tuple[Self, Self]:
+        """For layers that share another's keys and values."""
+        return self, self
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> RaggedMask:
+        """An opaque word for :func:`scaled_dot_product_attention`."""
+        return RaggedMask(window_size)
+
+    @abstractmethod
     def attend(
         self,
         queries: mx.array,
@@ -49,7 +60,6 @@ class AttentionView(Protocol):
 
         Scores are bent to ±``softcap`` where there is one.
         """
-        ...
 
 
 def scaled_dot_product_attention(

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..device import RowId
-from .attention import RaggedMask, attend_group_capped
+from .attention import AttentionView, attend_group_capped
 from .codecs import PLAIN, Codec, Image, Stored
 from .groups import GroupChange, GroupKey, Place, Relayout, Segment, SlotCopy
 from .lone import give_cache, take_image
@@ -306,10 +306,10 @@ def _scatter(buffers: Stored, segment: Segment, where: mx.array, new: Stored) ->
     return tuple(mx.put_along_axis(buffer, where, x, axis=2) for buffer, x in pairs)
 
 
-class RowsCache:
+class RowsCache(AttentionView):
     """One layer's cache object for one forward pass of all rows, in mlx-lm's terms.
 
-    It is also the opaque view that it returns for keys and values (``attention.AttentionView``).
+    It is also the opaque view that it returns for keys and values.
     """
 
     def __init__(self, layout: Attending, step: Step) -> None:
@@ -321,16 +321,6 @@ class RowsCache:
         """Take the step's new keys and values, [B, heads, columns, width]."""
         self._layout.write(self._step, keys, values)
         return self, self
-
-    def keys_and_values(self) -> tuple[RowsCache, RowsCache]:
-        """For layers that share another's keys and values."""
-        return self, self
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> RaggedMask:
-        """An opaque word for :func:`attention.scaled_dot_product_attention`."""
-        return RaggedMask(window_size)
 
     def attend(
         self,

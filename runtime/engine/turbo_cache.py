@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
-from .attention import RaggedMask
+from .attention import AttentionView
 from .codecs import PLAIN, Stored
 from .groups import GroupKey, Segment
 from .steps import Reach, Step
@@ -85,10 +85,10 @@ class TurboCodec:
         return turbo
 
 
-class TurboCache(_Base):
+class TurboCache(_Base, AttentionView):
     """One row's keys and values, as mlx-lm's models use a cache: grown by 256 tokens at a time.
 
-    It is also the view that it returns for keys and values (``attention.AttentionView``).
+    It is also the view that it returns for keys and values.
     """
 
     step = 256
@@ -113,16 +113,6 @@ class TurboCache(_Base):
             buffer[..., start : self.offset, :] = part
         self.stored = buffers
         return self, self
-
-    def keys_and_values(self) -> tuple[TurboCache, TurboCache]:
-        """For layers that share another's keys and values."""
-        return self, self
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> RaggedMask:
-        """An opaque word for :func:`attention.scaled_dot_product_attention`."""
-        return RaggedMask(window_size)
 
     def attend(
         self,
