@@ -68,9 +68,10 @@ class Checkpoints:
     async def find(self, identity: str) -> Record | None:
         """How far an answer came, in this process or in one before it."""
         record = self._records.find(identity)
-        if record is not None or self._files is None or identity in self._pending:
-            return record
-        return await trio.to_thread.run_sync(self._files.read, identity)
+        if record is None and self._files is not None and identity not in self._pending:
+            record = await trio.to_thread.run_sync(self._files.read, identity)
+        self._counts["found"] += record is not None
+        return record
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -110,6 +111,7 @@ class Checkpoints:
             "every": self.every,
             "records": len(self._records),
             "pending": len(self._pending) + self._writing,
+            "found": self._counts["found"],
             "written": self._counts["write"],
             "removed": self._counts["remove"],
             "failed": self._counts["failed"],

@@ -6,7 +6,7 @@ Owns the disk, the mailbox, the counters and the hour's write budget; lives on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.device import SnapshotId
@@ -95,11 +95,17 @@ class SpillDesk:
             counts=self._counts,
         )
 
-    def figures(self) -> dict[str, object]:
-        """``/stats.ssd_cache``, if there is one: bytes, counts since the start, milliseconds."""
-        return {} if self._disk is None else {"ssd_cache": self._stats(self._disk.stats())}
+    def figures(self, answers: Mapping[str, int]) -> dict[str, object]:
+        """``/stats.ssd_cache``, if there is one: bytes, counts since the start, milliseconds.
 
-    def _stats(self, disk: DiskStats) -> dict[str, object]:
+        ``answers``: the figures of interrupted answers, which wait and fail in the same folder;
+        handed on as ``/stats.checkpoints``.
+        """
+        if self._disk is None:
+            return {"checkpoints": answers}
+        return {"ssd_cache": self._stats(self._disk.stats(), answers), "checkpoints": answers}
+
+    def _stats(self, disk: DiskStats, answers: Mapping[str, int]) -> dict[str, object]:
         counts, queue = self._counts, self._queue
         return {
             "dir": disk.folder,
@@ -115,12 +121,12 @@ class SpillDesk:
             "write_budget_bytes": self._budget.bytes_per_hour,
             "demotions": counts["demotions"],
             "pending_snapshots": queue.on_device,
-            "pending_spills": len(queue),
+            "pending_spills": len(queue) + answers["pending"],
             "pending_spill_bytes": queue.bytes,
             "dropped_spills": counts["dropped"],
             "over_budget_spills": counts["over_budget"] + counts["postponed"],
             "superseded_spills": counts["superseded"],
-            "failed_spills": counts["failed"],
+            "failed_spills": counts["failed"] + answers["failed"],
             "faults": counts["faults"] + counts["refused"] + disk.unheard,
             "longest_durable_prefix_tokens": disk.longest_tokens,
         }

@@ -5,6 +5,8 @@ Run by the request's own task, before its row is submitted; nobody else waits.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import trio
 
 from mlx_troupe.runtime.adapter_table import AdapterTable
@@ -16,6 +18,9 @@ from .mailbox import Mailbox
 from .messages import CacheMessage, Explain
 from .reply import Reply
 
+PATIENCE = 0.5
+"""Seconds to wait for the state of the answer before, which the cache may not have been told of."""
+
 
 class Explainer:
     """Asks the prefix cache on behalf of requests.
@@ -23,12 +28,20 @@ class Explainer:
     Args:
         cache: a full one explains nothing. ``spare`` is the room in it that is not for questions.
         table: what adapter ids stand for now.
+        copied: waits until the cache has the states of rows that have ended by now.
     """
 
-    def __init__(self, cache: Mailbox[CacheMessage], spare: int, table: AdapterTable) -> None:
+    def __init__(
+        self,
+        cache: Mailbox[CacheMessage],
+        spare: int,
+        table: AdapterTable,
+        copied: Callable[[], Awaitable[None]],
+    ) -> None:
         self._cache = cache
         self._spare = spare
         self._table = table
+        self._copied = copied
 
     async def explain(
         self, request: GenerationRequest, ids: tuple[int, ...], tokenizer: Tokenizer
@@ -39,6 +52,8 @@ class Explainer:
         """
         if not request.explain:
             return None
+        with trio.move_on_after(PATIENCE):
+            await self._copied()
         reply: Reply[tuple[Explanation, int] | None] = Reply()
         revisions = self._table.resolve(request.adapters)
         question = Explain(ids, revisions, request.session, reply)

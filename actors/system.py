@@ -7,7 +7,6 @@ loop but for the device's own thread.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -49,8 +48,6 @@ from .streams import Streams
 from .supervisor import Child, Supervisor
 from .worker import ThreadWorker, Worker
 
-log = logging.getLogger(__name__)
-
 STOP_SECONDS = 10.0
 """How long the device's thread may take to end at shutdown before it is left behind."""
 
@@ -90,7 +87,9 @@ class Runtime:
         self.view = GpuView()
         self._adapters = AdapterDesk(settings.adapters, self.view)
         self._ssd = SpillDesk(settings, disk, self.view, self._new_snapshot, self._cache)
-        self._explainer = Explainer(self._cache, self._bounds.cache_spare, self._adapters.table)
+        self._explainer = Explainer(
+            self._cache, self._bounds.cache_spare, self._adapters.table, self._copied
+        )
         # Rebuilt by the supervisor; these two are read for figures before it has started.
         self.scheduler = self._build_scheduler()
         self.cache = self._build_cache()
@@ -187,21 +186,19 @@ class Runtime:
             Overloaded: the queue is full.
             Unavailable: the engine is stopping or gone.
         """
-        self._check_admission()
+        if self._draining:
+            raise Unavailable("the server is stopping")
         model = await self.wait_ready()
         revisions = self._adapters.table.resolve(request.adapters)
         start = partial(self._start, request, model, revisions)
         async with self._streams.generation(request, start) as generation:
             yield generation
 
-    def _check_admission(self) -> None:
-        if self._draining:
-            raise Unavailable("the server is stopping")
-
     def _start(
         self, request: GenerationRequest, model: ModelInfo, revisions: tuple[str, ...]
     ) -> RequestActor:
-        self._check_admission()
+        if self._draining:
+            raise Unavailable("the server is stopping")
         if not self._gate.try_enter():
             raise Overloaded(
                 f"{self._gate.taken} requests are here already; try again later",
@@ -254,6 +251,9 @@ class Runtime:
             self._cache.post(message, spare=self._bounds.cache_spare)
         except trio.WouldBlock:
             raise Overloaded("the prefix cache is busy", retry_after=1.0) from None
+
+    async def _copied(self) -> None:
+        await self.scheduler.copied()
 
     async def flush_cache(self, seconds: float) -> FlushReport:
         """Write every kept state that is not on the disk, for at most so many seconds.
@@ -325,7 +325,7 @@ class Runtime:
             active=len(self._active),
             started_at=self.started_at,
         )
-        return {**told, **self._ssd.figures(), "checkpoints": self.checkpoints.stats()}
+        return {**told, **self._ssd.figures(self.checkpoints.stats())}
 
     def stop_admission(self) -> None:
         """Refuse new requests from now on; running ones go on, but for streams without a reader."""

@@ -116,7 +116,9 @@ async def _read_call(
     else:
         call = await trio.to_thread.run_sync(lambda: parse(parse_json(body), model))
     header = request.headers.get
-    session = call.request.session or session_in(header)
+    session = None
+    if edge.settings.sessions:
+        session = call.request.session or session_in(header)
     ticket = ticket_in(header, call.stream_name, call.restarts) if call.stream else None
     explain = request.headers.get("x-cache-explain") == "1"
     asked = replace(call.request, session=session, explain=explain, ticket=ticket)

@@ -41,10 +41,31 @@ GAUGES = (
         "Bytes of prefixes that wait to be written",
         ("ssd_cache", "pending_spill_bytes"),
     ),
+    (
+        "mlx_troupe_ssd_cache_pending",
+        "Prefixes and interrupted answers that wait to be written",
+        ("ssd_cache", "pending_spills"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_longest_tokens",
+        "Tokens of the longest prefix on disk",
+        ("ssd_cache", "longest_durable_prefix_tokens"),
+    ),
+    ("mlx_troupe_answers_kept", "Interrupted answers in memory", ("checkpoints", "records")),
 )
 COUNTERS = (
     ("mlx_troupe_prompt_cache_hits", "Prefix lookups that hit", ("prompt_cache", "hits")),
     ("mlx_troupe_prompt_cache_misses", "Prefix lookups that missed", ("prompt_cache", "misses")),
+    (
+        "mlx_troupe_prompt_cache_evictions",
+        "Prefixes that memory gave up for room",
+        ("prompt_cache", "evictions"),
+    ),
+    (
+        "mlx_troupe_prompt_cache_reused_tokens",
+        "Tokens of all hits",
+        ("prompt_cache", "tokens_reused"),
+    ),
     ("mlx_troupe_ssd_cache_restores", "Prefixes read from disk", ("ssd_cache", "restores")),
     ("mlx_troupe_ssd_cache_spills", "Prefixes written to disk", ("ssd_cache", "spills")),
     (
@@ -63,10 +84,32 @@ COUNTERS = (
         ("ssd_cache", "dropped_spills"),
     ),
     (
+        "mlx_troupe_ssd_cache_over_budget_spills",
+        "Prefixes that were not written for the hour's write budget",
+        ("ssd_cache", "over_budget_spills"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_failed_spills",
+        "Prefixes and interrupted answers that could not be written",
+        ("ssd_cache", "failed_spills"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_evictions",
+        "Files given up for room on disk",
+        ("ssd_cache", "evictions"),
+    ),
+    (
+        "mlx_troupe_ssd_cache_quarantined",
+        "Damaged files set aside",
+        ("ssd_cache", "quarantined"),
+    ),
+    (
         "mlx_troupe_ssd_cache_faults",
         "Reads and writes of prefixes that went wrong",
         ("ssd_cache", "faults"),
     ),
+    ("mlx_troupe_answers_written", "Checkpoints of answers written", ("checkpoints", "written")),
+    ("mlx_troupe_answers_found", "Interrupted answers gone on with", ("checkpoints", "found")),
 )
 
 

@@ -128,6 +128,7 @@ class HttpSettings:
         idle_timeout: how long a kept-alive connection may be idle between requests.
         drain_timeout: how long running answers may go on after the first stop signal.
         adapter_dirs: directories under which clients may mount adapter folders.
+        sessions: whether the names that requests give their chats are listened to.
     """
 
     host: str = "127.0.0.1"
@@ -140,6 +141,7 @@ class HttpSettings:
     idle_timeout: float = 75.0
     drain_timeout: float = 30.0
     adapter_dirs: tuple[Path, ...] = ()
+    sessions: bool = True
 
 
 @dataclass(slots=True)

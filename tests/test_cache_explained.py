@@ -182,6 +182,17 @@ async def test_a_request_that_asks_is_told(autojump_clock: trio.testing.MockCloc
         assert (await note(runtime, ask(*KEPT)))[0] is None
 
 
+async def test_the_answer_before_is_known_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    """A chat that goes on the moment it may is told of the state that its row then gets."""
+    async with company(prompt_cache_bytes=1000) as (runtime, _):
+        text, _ = await run(runtime, ask(*KEPT, max_tokens=5))
+        ids = (*KEPT, *map(int, text.split()), 7)
+        _, end = await run(runtime, ask(*ids, explain=True))
+        assert isinstance(end, Finished)
+        assert end.usage.cache is not None
+        assert end.usage.cache.memory_tokens == end.usage.cached_tokens >= len(KEPT) + 4
+
+
 async def test_the_disk_is_told_apart(autojump_clock: trio.testing.MockClock) -> None:
     """After a restart memory has nothing, the disk all; the row is served from it."""
     disk = ScriptedDisk(save_seconds=0.1, load_seconds=0.1)

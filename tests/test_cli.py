@@ -38,7 +38,13 @@ from mlx_troupe.runtime.settings import Settings
 
 COMMANDS = ("serve", "chat", "generate", "get", "doctor")
 SETTINGS = Settings(Path("/nowhere"), "scripted")
-OFFERED = (Path("/nowhere"),)
+SERVED = {
+    "allowed_hosts": (),
+    "cors_origins": (),
+    "keepalive": 15.0,
+    "adapter_dirs": (Path("/nowhere"),),
+    "ignore_sessions": False,
+}
 
 
 class ChatTokenizer(WordTokenizer):
@@ -426,7 +432,7 @@ def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.Mon
     flags = (
         "serve some/model --port 0 --decode-concurrency 3 --dtype keep --prompt-cache 0.5 "
         "--max-tokens 9 --temp 0.5 --top-p 0.25 --top-k 2 --allowed-host a --allowed-host b "
-        "--cors-origin http://x --keepalive 0"
+        "--cors-origin http://x --keepalive 0 --ignore-sessions"
     )
     assert invoke(*flags.split()).exit_code == 0
     settings, host, port, rest = seen[0]
@@ -446,6 +452,7 @@ def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.Mon
     assert rest["allowed_hosts"] == ("a", "b")
     assert rest["cors_origins"] == ("http://x",)
     assert rest["keepalive"] == 0
+    assert rest["ignore_sessions"]
 
 
 def test_a_taken_port_is_told_before_a_model_is_looked_for(asked: Asked) -> None:
@@ -460,9 +467,8 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(asked: Asked) -> None
 
 async def test_serve_answers_until_ctrl_c(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     """The banner names a working address; the first interrupt drains and ends."""
-    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0, "adapter_dirs": OFFERED}
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_server, SETTINGS, "127.0.0.1", 0, flags)
+        nursery.start_soon(run_server, SETTINGS, "127.0.0.1", 0, SERVED)
         told = ""
         with trio.fail_after(60):
             while "Ctrl-C stops" not in told:
@@ -484,7 +490,6 @@ async def test_serve_answers_until_ctrl_c(asked: Asked, capsys: pytest.CaptureFi
 async def test_serve_ends_when_the_engine_is_gone(asked: Asked) -> None:
     """A server without an engine does not linger."""
     asked.device.fail_next = ModelError("weights are missing")
-    flags = {"allowed_hosts": (), "cors_origins": (), "keepalive": 15.0, "adapter_dirs": OFFERED}
     with pytest.raises(ExceptionGroup) as raised, trio.fail_after(60):
-        await run_server(SETTINGS, "127.0.0.1", 0, flags)
+        await run_server(SETTINGS, "127.0.0.1", 0, SERVED)
     assert plain_error(raised.value)

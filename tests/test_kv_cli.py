@@ -113,6 +113,7 @@ async def test_a_server_whose_model_cannot_take_the_scheme_does_not_start(
         "cors_origins": (),
         "keepalive": 15.0,
         "adapter_dirs": (tmp_path,),
+        "ignore_sessions": False,
     }
     with pytest.raises(ExceptionGroup) as raised, trio.fail_after(60):
         await run_server(settings, "127.0.0.1", 0, flags)

@@ -9,6 +9,7 @@ from company import ask, company, run
 
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.http.app import create_app
+from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import ScriptedRuntime
 from mlx_troupe.http.wire.session import LONGEST_NAME, session_of
 from mlx_troupe.runtime.requests import Finished, GenerationRequest
@@ -22,10 +23,12 @@ CARRIERS = (
 )
 
 
-async def session_seen(body: dict[str, object], headers: dict[str, str]) -> str | None:
+async def session_seen(
+    body: dict[str, object], headers: dict[str, str], settings: HttpSettings | None = None
+) -> str | None:
     """The session of the request that the runtime is given."""
     runtime = ScriptedRuntime()
-    client = create_app(runtime).test_client()
+    client = create_app(runtime, settings or HttpSettings()).test_client()
     answer = await client.post(
         "/v1/chat/completions", json={**BODY, **body}, headers={"Host": "127.0.0.1", **headers}
     )
@@ -52,6 +55,26 @@ async def test_without_a_carrier_there_is_no_session() -> None:
     """Null and empty names are none."""
     assert await session_seen({"session_id": None}, {}) is None
     assert await session_seen({}, {"session_id": ""}) is None
+
+
+@pytest.mark.parametrize(("field", "header"), CARRIERS)
+async def test_an_operator_may_have_the_names_ignored(
+    field: str | None, header: str | None
+) -> None:
+    """Whoever carries them; and there is nothing to close."""
+    deaf = HttpSettings(sessions=False)
+    body: dict[str, object] = {field: "mine"} if field else {}
+    headers = {header: "mine"} if header else {}
+    assert await session_seen(body, headers) == "mine"
+    assert await session_seen(body, headers, deaf) is None
+    runtime = ScriptedRuntime()
+    runtime.sessions.add("mine")
+    answer = await (
+        create_app(runtime, deaf)
+        .test_client()
+        .post("/admin/cache/session/close", json={"session_id": "mine"})
+    )
+    assert (answer.status_code, await answer.get_json()) == (200, {"closed": False})
 
 
 def test_very_long_names_are_told_apart_and_take_no_room() -> None:

@@ -10,13 +10,17 @@ import trio
 from click.testing import CliRunner
 from company import ask, company, run
 
+from mlx_troupe.actors.checkpoints import Checkpoints
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.cli.main import cli
-from mlx_troupe.http.cli.options import ssd_settings
+from mlx_troupe.http.cli.options import Folder, ssd_settings
 from mlx_troupe.http.cli.serve import tell_of_flush
+from mlx_troupe.http.metrics import COUNTERS, GAUGES
 from mlx_troupe.http.testing import ScriptedRuntime
+from mlx_troupe.runtime.resume.files import RecordFiles
+from mlx_troupe.runtime.resume.records import Record
 from mlx_troupe.runtime.spill.faults import DiskFull
 
 FLUSH = "/admin/cache/flush"
@@ -66,6 +70,9 @@ def test_the_flags_make_settings() -> None:
         (("--ssd-cache", "x", "--prompt-cache", "0"), "--ssd-cache needs a prompt cache"),
         (("--ssd-cache", "x", "--ssd-cache-max", "0"), "--ssd-cache-max"),
         (("--ssd-cache", __file__), "is a file"),
+        (("--ssd-cache=",), "an empty name is no folder"),
+        (("--generation-checkpoint", "8"), "--generation-checkpoint says nothing without --ssd"),
+        (("--ssd-cache", "x", "--generation-checkpoint", "0"), "--generation-checkpoint"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
@@ -144,6 +151,48 @@ async def test_the_route_and_the_figures_of_a_whole_runtime(autojump_clock: obje
         "mlx_troupe_ssd_cache_pending_bytes 0.0",
     ):
         assert line in text
+
+
+async def test_every_series_of_the_runtime_has_a_figure(autojump_clock: object) -> None:
+    """One that is left out for a figure that has another name now would not be missed by anyone."""
+    async with company(disk=ScriptedDisk()) as (runtime, _):
+        text = (await (await create_app(runtime).test_client().get("/metrics")).get_data()).decode()
+    told = {line.split()[0] for line in text.splitlines() if not line.startswith("#")}
+    assert {name for name, _, _ in GAUGES} <= told
+    assert {f"{name}_total" for name, _, _ in COUNTERS} <= told
+
+
+INF_05 = (
+    "dir entries bytes max_bytes restores spills restore_ms_last demotions pending_snapshots "
+    "pending_spills pending_spill_bytes dropped_spills failed_spills longest_durable_prefix_tokens"
+)
+
+
+async def test_the_disk_block_counts_what_waits_of_answers_too(tmp_path: Path) -> None:
+    """All of the documented fields are there; an answer that cannot be written is a failed one."""
+    (tmp_path / "file").write_text("in the way")
+    async with company(disk=ScriptedDisk()) as (runtime, _):
+        runtime.checkpoints = Checkpoints(4, RecordFiles(tmp_path / "file"))
+        runtime.checkpoints.keep(Record("ab", 1, (1, 2, 3)))
+        stats = runtime.stats()["ssd_cache"]
+        assert isinstance(stats, dict)
+        assert set(INF_05.split()) <= set(stats)
+        assert (stats["pending_spills"], stats["failed_spills"]) == (1, 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(runtime.checkpoints.run)
+            await runtime.checkpoints.flush()
+            nursery.cancel_scope.cancel()
+        stats = runtime.stats()["ssd_cache"]
+        assert isinstance(stats, dict)
+        assert (stats["pending_spills"], stats["failed_spills"] > 0) == (0, True)
+
+
+def test_the_home_folder_is_meant_behind_an_equals_sign_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No shell replaces the sign there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Folder().convert("~/cache", None, None) == tmp_path / "cache"
 
 
 def test_a_stop_tells_what_was_not_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,19 @@ class Number(click.FloatRange):
         return number
 
 
+class Folder(click.Path):
+    """A folder to make or to use; a name that is empty, of a variable that is not set, is none."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; ``~`` is the home folder, which no shell puts behind a ``=``."""
+        if value == "":
+            self.fail("an empty name is no folder.", param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
 def model_argument(command: Command) -> Command:
     """``[MODEL]``."""
     return click.argument("model", required=False)(command)
@@ -221,7 +234,7 @@ def ssd_options(command: Command) -> Command:
         click.option(
             "--ssd-cache",
             metavar="DIR",
-            type=click.Path(file_okay=False, path_type=Path),
+            type=Folder(),
             help="Keep prompts in a folder too, where they outlive the server and memory.",
         ),
     ):

@@ -141,6 +141,12 @@ to two minutes."""
     help="How long an answer that is streamed under a request_id goes on after its client was "
     "cut, waiting for it to come back; 0 ends it at once, to be gone on with from there.",
 )
+@click.option(
+    "--ignore-sessions",
+    is_flag=True,
+    help="Take no notice of session_id, prompt_cache_key and the headers that say which chat a "
+    "request belongs to.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Cap on every answer, in tokens.")
 @sampling_options
 @hlg_options
@@ -248,6 +254,7 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
             cors_origins=flags["cors_origins"],
             keepalive_interval=flags["keepalive"],
             adapter_dirs=flags["adapter_dirs"] or default_directories(settings.adapters),
+            sessions=not flags["ignore_sessions"],
         )
         stop = Stop()
         async with trio.open_nursery() as nursery:
