@@ -27,8 +27,9 @@ def session_routes(edge: Edge) -> Blueprint:
         check_json_headers(request)
         body = cast("bytes", await request.get_data(cache=False))
         session = session_of(fit(parse_json(body), CloseRequest).session_id)
-        known = session is not None and edge.settings.sessions
-        closed = known and await edge.runtime.close_session(session)
+        closed = False
+        if session is not None and edge.settings.sessions:
+            closed = await edge.runtime.close_session(session)
         return json_response(CloseReply(closed))
 
     return routes
