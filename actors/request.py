@@ -17,8 +17,10 @@ import trio
 from mlx_troupe.runtime.defaults import (
     SamplingDefaults,
     check_request,
+    is_calm,
     resolve_sampling,
     token_limit,
+    with_thinking,
 )
 from mlx_troupe.runtime.device import ModelInfo, RowId
 from mlx_troupe.runtime.errors import (
@@ -140,7 +142,7 @@ class RequestActor:
         self.warnings: tuple[str, ...] = ()
         self.resumed = False
         self._row = row
-        self._request = request
+        self._request = replace(request, prompt=with_thinking(request.prompt, settings.thinking))
         self._model = model
         self._tools = tools
         self._settings = settings
@@ -190,7 +192,10 @@ class RequestActor:
 
     async def _run(self) -> None:
         check_request(self._request)
-        sampling = resolve_sampling(self._request.sampling, self._tools.defaults, self._model)
+        calm = is_calm(self._request.prompt) and self._tools.tokenizer.think_markers is not None
+        sampling = resolve_sampling(
+            self._request.sampling, self._tools.defaults, self._model, calm=calm
+        )
         built, matcher = await self._prepare()
         self._prompt_tokens = len(built.ids)
         limit = token_limit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .budgets import room_for_answer
@@ -18,24 +18,34 @@ from .device import MAX_LOGPROBS, ModelInfo
 from .errors import ContextLengthExceeded, InvalidRequest
 from .requests import (
     DEFAULT_HLG,
+    ChatPrompt,
     GenerationRequest,
     Hlg,
     HlgRequest,
+    Prompt,
     Sampling,
     SamplingRequest,
 )
 from .settings import Settings
 
 MAX_STOPS = 16
+USUAL_TEMPERATURE = 0.7
+THINKING = "enable_thinking"
+"""What chat templates call the choice whether to think."""
 UNKNOWN_WINDOW = 131_072
 """Most tokens of a row whose model does not say how long its window is."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What an omitted field means: the operator's flag, else the model's file, else 0.7/off."""
+    """What an omitted field means: the operator's flag, else the model's file, else 0.7/off.
 
-    temperature: float = 0.7
+    ``calm`` is the temperature of a chat in which a model that thinks was told not to: the model's
+    own is meant for thoughts, so it is at most 0.7 there.
+    """
+
+    temperature: float = USUAL_TEMPERATURE
+    calm: float = USUAL_TEMPERATURE
     top_p: float = 0.0
     top_k: int = 0
     min_p: float = 0.0
@@ -47,10 +57,12 @@ class SamplingDefaults:
         """Read ``generation_config.json`` beside the model; unreadable files count as absent."""
         read = _generation_config(settings.model / "generation_config.json")
         sampled = read.get("do_sample", True) is not False
-        temperature = _number(read.get("temperature"), 0.7) if sampled else 0.0
+        own = _number(read.get("temperature"), USUAL_TEMPERATURE) if sampled else 0.0
+        asked = settings.temperature
         top_k = int(_number(read.get("top_k"), 0.0))
         return cls(
-            temperature=temperature if settings.temperature is None else settings.temperature,
+            temperature=own if asked is None else asked,
+            calm=min(own, USUAL_TEMPERATURE) if asked is None else asked,
             top_p=_number(read.get("top_p"), 0.0) if settings.top_p is None else settings.top_p,
             top_k=top_k if settings.top_k is None else settings.top_k,
             min_p=_number(read.get("min_p"), 0.0),
@@ -59,10 +71,25 @@ class SamplingDefaults:
         )
 
 
+def with_thinking(prompt: Prompt, thinking: bool | None) -> Prompt:
+    """A chat that does not say whether to think does as the operator said."""
+    if thinking is None or not isinstance(prompt, ChatPrompt):
+        return prompt
+    return replace(prompt, template_kwargs={THINKING: thinking, **prompt.template_kwargs})
+
+
+def is_calm(prompt: Prompt) -> bool:
+    """Whether this is a chat in which there is to be no thinking."""
+    return isinstance(prompt, ChatPrompt) and prompt.template_kwargs.get(THINKING) is False
+
+
 def resolve_sampling(
-    wanted: SamplingRequest, defaults: SamplingDefaults, model: ModelInfo
+    wanted: SamplingRequest, defaults: SamplingDefaults, model: ModelInfo, *, calm: bool = False
 ) -> Sampling:
-    """Fill in defaults and check ranges. Raises InvalidRequest naming the field."""
+    """Fill in defaults and check ranges. Raises InvalidRequest naming the field.
+
+    ``calm``: the model could think, and is not to.
+    """
     for token, bias in wanted.logit_bias:
         if not 0 <= token < model.vocab_size:
             raise InvalidRequest(
@@ -81,8 +108,9 @@ def resolve_sampling(
     hlg = _hlg(wanted, defaults)
     bent = hlg is not None or wanted.curve is not None
     top_p = _within("top_p", wanted.top_p, 0.0, 1.0, defaults.top_p)
+    usual = defaults.calm if calm else defaults.temperature
     return Sampling(
-        temperature=_within("temperature", wanted.temperature, 0.0, 5.0, defaults.temperature),
+        temperature=_within("temperature", wanted.temperature, 0.0, 5.0, usual),
         top_p=0.0 if bent else top_p,
         top_k=0 if bent or top_k < 0 or top_k >= model.vocab_size else top_k,
         min_p=_within("min_p", wanted.min_p, 0.0, 1.0, defaults.min_p),

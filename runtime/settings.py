@@ -35,6 +35,8 @@ class Settings:
         max_tokens: cap on every request's output; None = none.
         temperature, top_p, top_k: defaults for requests that leave them out; None = the model's
             generation_config.json, then 0.7 / off / off.
+        thinking: whether a model that thinks does so in chats that do not say; None = its template
+            decides.
         hlg: the curve of requests that ask for one without all of its figures.
         hlg_sampling: requests that say nothing about it are sampled on that curve.
         step_timeout: seconds without a step's result before the device counts as hung.
@@ -67,6 +69,7 @@ class Settings:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    thinking: bool | None = None
     hlg: Hlg = DEFAULT_HLG
     hlg_sampling: bool = False
     step_timeout: float = 60.0

@@ -432,7 +432,7 @@ def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.Mon
     flags = (
         "serve some/model --port 0 --decode-concurrency 3 --dtype keep --prompt-cache 0.5 "
         "--max-tokens 9 --temp 0.5 --top-p 0.25 --top-k 2 --allowed-host a --allowed-host b "
-        "--cors-origin http://x --keepalive 0 --ignore-sessions"
+        "--cors-origin http://x --keepalive 0 --ignore-sessions --thinking false"
     )
     assert invoke(*flags.split()).exit_code == 0
     settings, host, port, rest = seen[0]
@@ -447,6 +447,7 @@ def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.Mon
         temperature=0.5,
         top_p=0.25,
         top_k=2,
+        thinking=False,
     )
     assert (host, port) == ("127.0.0.1", 0)
     assert rest["allowed_hosts"] == ("a", "b")

@@ -151,6 +151,13 @@ to two minutes."""
 @sampling_options
 @hlg_options
 @click.option(
+    "--thinking",
+    type=click.BOOL,
+    metavar="TRUE|FALSE",
+    help="Whether a model that thinks does so in chats that do not say. Unset: as its template has "
+    "it.",
+)
+@click.option(
     "--allowed-host",
     "allowed_hosts",
     metavar="NAME",
@@ -212,6 +219,7 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
         temperature=flags["temperature"],
         top_p=flags["top_p"],
         top_k=flags["top_k"],
+        thinking=flags["thinking"],
         hlg=Hlg(
             flags["hlg_width"], flags["hlg_shoulder"], flags["hlg_toe"], flags["hlg_pivot_offset"]
         ),
