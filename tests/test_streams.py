@@ -6,22 +6,25 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import company as company_module
 import httpx
 import openai
 import pytest
 import trio
 import trio.testing
-from company import company, settle
+from company import company, settle, until
 from hypothesis import given
 from hypothesis import strategies as st
 from resume_rig import whole
 
 from mlx_troupe.actors import request as request_actor
+from mlx_troupe.actors.messages import WorkerEvent
 from mlx_troupe.actors.outbox import Outbox
 from mlx_troupe.actors.system import Runtime
-from mlx_troupe.actors.testing import ScriptedDevice
+from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import serving
@@ -161,8 +164,7 @@ async def test_cut_at_every_event(path: str, grace: float) -> None:
         assert expected["content"]
         assert len(expected["ends"]) == len(expected["usage"]) == 1
         expected.pop("id")
-        # Before the first token, which the second event brings, there is nothing to record.
-        for cut in range(1 if grace else 2, len(straight.events) + 1):
+        for cut in range(1, len(straight.events) + 1):
             seen = Seen()
             ended = runtime.scheduler.core.stats().finished
             await read(client, path, seen, cut, request_id=f"cut-{cut}")
@@ -180,6 +182,51 @@ async def test_cut_at_every_event(path: str, grace: float) -> None:
             again.pop("id")
             assert again == expected
             assert seen.done
+
+
+class HeldWorker(InlineWorker):
+    """A device whose results are on their way as long as its ``gate`` is closed."""
+
+    def __init__(self, device: ScriptedDevice) -> None:
+        super().__init__(device)
+        self.gate = trio.Event()
+        self.gate.set()
+
+    async def receive(self) -> WorkerEvent:
+        event = await super().receive()
+        await self.gate.wait()
+        return event
+
+
+@pytest.mark.parametrize("grace", [30.0, 0.0], ids=["running row", "nothing left"])
+async def test_cut_before_the_first_token(grace: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has read the opening alone is sent the rest, of the running row or of a new one."""
+    workers: list[HeldWorker] = []
+
+    def held(device: ScriptedDevice) -> HeldWorker:
+        workers.append(HeldWorker(device))
+        return workers[-1]
+
+    monkeypatch.setattr(company_module, "InlineWorker", held)
+    path = "/v1/chat/completions"
+    async with served(stream_grace=grace) as (client, runtime):
+        straight, seen = Seen(), Seen()
+        await read(client, path, straight, 0, request_id="straight")
+        await settle(runtime)
+        workers[0].gate = trio.Event()
+        await read(client, path, seen, 1, request_id="cut")
+        assert seen.put_together()["roles"] == 1
+        # The server knows of the cut, and no token has come.
+        await until(lambda: runtime._streams.left if grace else not len(runtime._streams))
+        assert runtime.scheduler.core.stats().generated_tokens == len(SAYS)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(read, client, path, seen, 0, request_id="cut"))
+            await until(lambda: len(runtime._streams) > runtime._streams.left)
+            workers[0].gate.set()
+        assert seen.done
+        one, other = straight.put_together(), seen.put_together()
+        assert one.pop("id") != other.pop("id")
+        assert one == other
 
 
 async def test_one_event_at_a_time() -> None:
