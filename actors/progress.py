@@ -28,6 +28,7 @@ class Progress:
         self._asked = asked
         self._identity = identity_of(request, asked)
         self._seed = asked.sampling.seed
+        self._is_named = request.ticket is not None or request.resume_key is not None
         self._ids: list[int] = []
         self._figures: list[TokenLogprobs] = []
 
@@ -72,7 +73,9 @@ class Progress:
         self._ids.append(token)
         if figures is not None:
             self._figures.append(figures)
-        if self._records.every and not len(self._ids) % self._records.every:
+        every = self._records.every
+        if every and (not len(self._ids) % every or (self._is_named and len(self._ids) == 1)):
+            # What was said under a name is known from its first token on: its seed is on record.
             self.keep()
 
     def keep(self) -> None:

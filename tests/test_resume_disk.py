@@ -15,12 +15,20 @@ from spill_rig import Broken
 from tiny import EOS, make_checkpoint, prompt
 
 from mlx_troupe.actors.checkpoints import Checkpoints
+from mlx_troupe.actors.progress import Progress
 from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.actors.system import open_runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
-from mlx_troupe.runtime.requests import GenerationRequest, SamplingRequest, TokenPrompt
+from mlx_troupe.runtime.requests import (
+    GenerationRequest,
+    Sampling,
+    SamplingRequest,
+    StreamTicket,
+    TokenPrompt,
+)
 from mlx_troupe.runtime.resume.files import MAX_FILES, RecordFiles
+from mlx_troupe.runtime.resume.identity import Asked, identity_of
 from mlx_troupe.runtime.resume.records import Record
 from mlx_troupe.runtime.settings import Settings
 
@@ -101,6 +109,30 @@ async def test_a_folder_that_fails_is_counted_and_nothing_else(
     assert checkpoints.stats()["failed"] >= 2
     assert len([r for r in caplog.records if "written down" in r.message]) == 1
     assert await checkpoints.find("ab12") == RECORD
+
+
+async def test_a_name_is_on_record_from_its_first_token_on(tmp_path: Path) -> None:
+    """With the seed that nobody else knows; other answers every so many tokens."""
+    ask = GenerationRequest(TokenPrompt((1, 2)), SamplingRequest(temperature=0.0))
+    asked = Asked((1, 2), Sampling(seed=77), 20, None, "model", ())
+    streamed = replace(ask, ticket=StreamTicket("s"), sampling=SamplingRequest(temperature=1.0))
+    drawn = replace(asked, sampling=Sampling(temperature=1.0, seed=78))
+    for request, resolved, lengths in (
+        (ask, asked, [0, 0, 0, 4, 4, 4, 4, 8]),
+        (replace(ask, resume_key="k"), asked, [1, 1, 1, 4, 4, 4, 4, 8]),
+        (streamed, drawn, [1, 1, 1, 4, 4, 4, 4, 8]),
+    ):
+        checkpoints = Checkpoints(4)
+        progress = Progress(checkpoints, request, resolved)
+        identity = identity_of(request, resolved)
+        assert identity is not None
+        found = []
+        for token in range(8):
+            progress.took(token, None)
+            record = await checkpoints.find(identity)
+            found.append(0 if record is None else len(record.ids))
+            assert record is None or record.seed == resolved.sampling.seed
+        assert found == lengths
 
 
 SAFE = FlushReport(True, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0)
