@@ -44,7 +44,7 @@ def streaming(url: str, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def cut(url: str, prompt: list[int], at: float) -> str:
+def cut(url: str, prompt: tuple[int, ...], at: float) -> str:
     """Leave at this part of the prompt, ask again; a line of the table."""
     before = scheduler(url)["prefilled_tokens"]
 

@@ -32,20 +32,20 @@ class Answer:
         return int(self.usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def ordinary_ids(length: int, seed: int, below: int = 40_000) -> list[int]:
+def ordinary_ids(length: int, seed: int, below: int = 40_000) -> tuple[int, ...]:
     """Ids of ordinary tokens."""
     draw = random.Random(seed)
-    return [draw.randrange(min(1000, below // 2), below) for _ in range(length)]
+    return tuple(draw.randrange(min(1000, below // 2), below) for _ in range(length))
 
 
-def body(prompt: list[int], tokens: int) -> dict[str, Any]:
+def body(prompt: tuple[int, ...], tokens: int) -> dict[str, Any]:
     """A streamed greedy completion."""
     usage = {"include_usage": True}
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
             "stream_options": usage}  # fmt: skip
 
 
-def ask(url: str, prompt: list[int], tokens: int = 1) -> Answer:
+def ask(url: str, prompt: tuple[int, ...], tokens: int = 1) -> Answer:
     """Wait for an answer's end."""
     began, first, usage = time.perf_counter(), 0.0, {}
     asked = body(prompt, tokens)
@@ -63,7 +63,7 @@ def ask(url: str, prompt: list[int], tokens: int = 1) -> Answer:
     return Answer(first, usage)
 
 
-def leave(url: str, prompt: list[int], when: Callable[[], bool], tokens: int = 1) -> None:
+def leave(url: str, prompt: tuple[int, ...], when: Callable[[], bool], tokens: int = 1) -> None:
     """Ask, and close the connection as soon as ``when`` says so. Raises if the answer has ended."""
     payload = json.dumps(body(prompt, tokens)).encode()
     host, port = url.removeprefix("http://").split(":")
