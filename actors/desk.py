@@ -6,11 +6,13 @@ Owns the disk, the mailbox, the counters and the hour's write budget; lives on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.spill.queue import SaveQueue, WriteBudget
 
 from .disk import Disk, DiskStats
@@ -94,6 +96,15 @@ class SpillDesk:
             demote_after=self._demote_after,
             counts=self._counts,
         )
+
+    def nearest(
+        self, ids: tuple[int, ...], adapters: Sequence[tuple[str, ...]]
+    ) -> tuple[Near | None, ...]:
+        """What on the disk shares most of ``ids``: of each of these adapters, then of all else."""
+        model = self._view.model
+        if self._disk is None or model is None:
+            return (None,) * (len(adapters) + 1)
+        return self._disk.nearest(ids, *(namespace_of(model.namespace, a) for a in adapters))
 
     def figures(self, answers: Mapping[str, int]) -> dict[str, object]:
         """``/stats.ssd_cache``, if there is one: bytes, counts since the start, milliseconds.

@@ -15,7 +15,7 @@ import trio
 
 from mlx_troupe.runtime.prefix.entries import Kind
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.spill.index import FileKey
+from mlx_troupe.runtime.spill.index import FileKey, Near
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
@@ -70,6 +70,10 @@ class Disk(Protocol):
         """The state that serves most of ``ids[:-1]``."""
         ...
 
+    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
+        """What shares most of ``ids``, usable or not: of each namespace, then of all others."""
+        ...
+
     def holds(self, candidate: Candidate) -> bool:
         """Whether a state, or one that covers it, is on the disk."""
         ...
@@ -118,6 +122,10 @@ class FolderDisk:
         """As :meth:`Disk.find`."""
         hit = self._store.lookup(ids, namespace, trim_floor=trim_floor)
         return None if hit is None else OnDisk(hit.key, hit.length, hit.state_length, namespace)
+
+    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
+        """As :meth:`Disk.nearest`."""
+        return self._store.nearest(ids, *namespaces)
 
     def holds(self, candidate: Candidate) -> bool:
         """As :meth:`Disk.holds`."""

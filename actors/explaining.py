@@ -5,15 +5,18 @@ Run by the request's own task, before its row is submitted; nobody else waits.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import trio
 
 from mlx_troupe.runtime.adapter_table import AdapterTable
-from mlx_troupe.runtime.prefix.explain import Explanation
+from mlx_troupe.runtime.prefix.explain import AROUND, Explanation, Reason
 from mlx_troupe.runtime.requests import CacheNote, GenerationRequest
+from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
+from .desk import SpillDesk
 from .mailbox import Mailbox
 from .messages import CacheMessage, Explain
 from .reply import Reply
@@ -22,12 +25,42 @@ PATIENCE = 0.5
 """Seconds to wait for the state of the answer before, which the cache may not have been told of."""
 
 
+def with_disk(
+    ids: tuple[int, ...], memory: Explanation, usable: int, near: Sequence[Near | None]
+) -> Explanation:
+    """What memory says of a prompt, and the disk, which could serve ``usable`` tokens of it.
+
+    ``near``: the states on disk that share most of it: of its own namespace, of other adapters',
+    and last of all others, which another KV scheme, model or version has made.
+    """
+    goal, served = len(ids) - 1, max(usable, memory.memory_tokens)
+    shared, reason = memory.shared_tokens, memory.reason
+    own, *kin, other = (one and replace(one, shared=min(one.shared, goal)) for one in near)
+    if own is not None and own.shared >= shared + (reason in (None, "text")):
+        shared, reason = own.shared, "text" if own.length > own.shared else None
+        if shared > served:
+            reason = "uncuttable"
+    others: list[tuple[Near | None, Reason]] = [*((one, "adapters") for one in kin)]
+    for one, why in (*others, (other, "setup")):
+        if one is not None and one.shared > shared:
+            shared, reason = one.shared, why
+    if served >= goal:
+        reason = None
+    if (shared, reason) == (memory.shared_tokens, memory.reason):
+        return memory
+    if reason is None:
+        return Explanation(memory.memory_tokens, shared, None)
+    before, after = ids[max(0, shared - AROUND) : shared], ids[shared : shared + AROUND]
+    return Explanation(memory.memory_tokens, shared, reason, before, after)
+
+
 class Explainer:
     """Asks the prefix cache on behalf of requests.
 
     Args:
         cache: a full one explains nothing. ``spare`` is the room in it that is not for questions.
         table: what adapter ids stand for now.
+        disk: where states are looked for that memory does not have.
         copied: waits until the cache has the states of rows that have ended by now.
     """
 
@@ -36,11 +69,13 @@ class Explainer:
         cache: Mailbox[CacheMessage],
         spare: int,
         table: AdapterTable,
+        disk: SpillDesk,
         copied: Callable[[], Awaitable[None]],
     ) -> None:
         self._cache = cache
         self._spare = spare
         self._table = table
+        self._disk = disk
         self._copied = copied
 
     async def explain(
@@ -64,8 +99,11 @@ class Explainer:
         told = await reply.wait()
         if told is None:
             return None
-        known, on_disk = told
+        known, usable = told
+        kin = {(), *((info.revision,) for info in self._table.mounted.values())} - {revisions}
+        near = self._disk.nearest(ids, (revisions, *sorted(kin)))
+        known = with_disk(ids, known, usable, near)
         before, after, theirs = map(tokenizer.decode, (known.before, known.after, known.theirs))
         return CacheNote(
-            known.memory_tokens, on_disk, known.shared_tokens, known.reason, before, after, theirs
+            known.memory_tokens, usable, known.shared_tokens, known.reason, before, after, theirs
         )

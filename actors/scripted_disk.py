@@ -8,6 +8,7 @@ from itertools import count
 import trio
 
 from mlx_troupe.runtime.spill.faults import Absent, SpillFault
+from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState, nbytes
 
@@ -47,6 +48,16 @@ class ScriptedDisk:
             if (whole or may_cut) and shared > (0 if best is None else best.useful):
                 best = OnDisk(name, shared, len(kept.ids), namespace)
         return best
+
+    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
+        """By looking at every state."""
+        near: dict[str | None, Near] = {}
+        for kept, _ in self.states.values() if self.is_open else ():
+            name = kept.namespace if kept.namespace in namespaces else None
+            found = Near(_shared(kept.ids, ids), len(kept.ids))
+            if found.shared > (near[name].shared if name in near else 0):
+                near[name] = found
+        return tuple(map(near.get, (*namespaces, None)))
 
     def holds(self, candidate: Candidate) -> bool:
         """By looking at every state."""

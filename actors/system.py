@@ -88,7 +88,7 @@ class Runtime:
         self._adapters = AdapterDesk(settings.adapters, self.view)
         self._ssd = SpillDesk(settings, disk, self.view, self._new_snapshot, self._cache)
         self._explainer = Explainer(
-            self._cache, self._bounds.cache_spare, self._adapters.table, self._copied
+            self._cache, self._bounds.cache_spare, self._adapters.table, self._ssd, self._copied
         )
         # Rebuilt by the supervisor; these two are read for figures before it has started.
         self.scheduler = self._build_scheduler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from company import ask, company, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_troupe.actors.explaining import with_disk
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
@@ -21,6 +23,7 @@ from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import CacheNote, Finished, FinishReason, GenerationRequest, Usage
+from mlx_troupe.runtime.spill.index import Near
 
 KEPT = tuple(range(10, 50))
 
@@ -206,6 +209,112 @@ async def test_the_disk_is_told_apart(autojump_clock: trio.testing.MockClock) ->
         seen, _ = await note(runtime, ask(*KEPT, explain=True))
         assert seen is not None
         assert seen.memory_tokens == 39
+
+
+async def left_on(disk: ScriptedDisk, model: ModelInfo, *prompts: tuple[int, ...]) -> None:
+    """A disk with the states of some prompts, as one model makes them."""
+    async with company(ScriptedDevice(model), disk=disk) as (runtime, _):
+        for prompt in prompts:
+            await note(runtime, ask(*prompt))
+        assert (await runtime.flush_cache(60)).durable
+
+
+PLAIN = ModelInfo("m", 1000, 4096, frozenset({0}), namespace="plain")
+
+
+async def test_a_restart_forgets_no_reason(autojump_clock: trio.testing.MockClock) -> None:
+    """What only the disk knows is explained as what memory knows; of two the nearer one."""
+    disk = ScriptedDisk()
+    await left_on(disk, PLAIN, KEPT)
+    async with company(ScriptedDevice(PLAIN), disk=disk) as (runtime, _):
+        seen, cached = await note(runtime, ask(*KEPT, explain=True))
+        assert (cached, seen) == (39, CacheNote(0, 39, 39, None))
+    async with company(ScriptedDevice(PLAIN), disk=disk) as (runtime, _):
+        seen, cached = await note(runtime, ask(*KEPT[:20], 300, 301, explain=True))
+        before = "".join(f" {i}" for i in KEPT[12:20])
+        assert (cached, seen) == (20, CacheNote(0, 20, 20, "text", before, " 300 301"))
+        seen, _ = await note(runtime, ask(*KEPT, 50, explain=True))
+        assert seen is not None
+        assert seen.reason in (None, "text"), "the answer may go on otherwise"
+        seen, _ = await note(runtime, ask(700, 701, explain=True))
+        assert seen is not None
+        assert (seen.shared_tokens, seen.reason) == (0, "nothing_kept")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [replace(PLAIN, namespace="in 8 bits"), replace(PLAIN, namespace="another build")],
+)
+async def test_states_of_another_setup_are_named(
+    changed: ModelInfo, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A server that was started otherwise finds nothing, and says that this is why."""
+    disk = ScriptedDisk()
+    await left_on(disk, PLAIN, KEPT)
+    async with company(ScriptedDevice(changed), disk=disk) as (runtime, _):
+        seen, cached = await note(runtime, ask(*KEPT, 7, explain=True))
+        assert seen is not None
+        assert (cached, seen.memory_tokens, seen.disk_tokens) == (0, 0, 0)
+        assert (seen.shared_tokens, seen.reason, seen.after) == (40, "setup", " 7")
+
+
+async def test_a_state_that_memory_gave_up_and_the_disk_has_is_no_loss(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Evicted is told only where it costs something."""
+    disk = ScriptedDisk()
+    async with company(disk=disk, prompt_cache_bytes=80) as (runtime, _):
+        await note(runtime, ask(*KEPT))
+        assert (await runtime.flush_cache(60)).durable
+        await note(runtime, ask(*range(500, 540)))
+        seen, cached = await note(runtime, ask(*KEPT, explain=True))
+        assert runtime.cache.core.stats().evictions
+        assert (cached, seen) == (39, CacheNote(0, 39, 39, None))
+    async with company(prompt_cache_bytes=80) as (runtime, _):
+        await note(runtime, ask(*KEPT))
+        await note(runtime, ask(*range(500, 540)))
+        seen, cached = await note(runtime, ask(*KEPT, explain=True))
+        assert seen is not None
+        assert (cached, seen.reason) == (0, "evicted")
+
+
+OWN, OTHER = Near(30, 50), Near(35, 60)
+IDS = tuple(range(100, 141))
+
+
+@pytest.mark.parametrize(
+    ("memory", "usable", "near", "told"),
+    [
+        (Explanation(0, 0, "nothing_kept"), 0, (None, None, None), (0, "nothing_kept")),
+        (Explanation(0, 0, "nothing_kept"), 30, (OWN, None, None), (30, "text")),
+        (Explanation(0, 0, "nothing_kept"), 30, (Near(30, 30), None, None), (30, None)),
+        (Explanation(0, 0, "nothing_kept"), 10, (OWN, None, None), (30, "uncuttable")),
+        (Explanation(0, 0, "nothing_kept"), 30, (OWN, OTHER, None), (35, "adapters")),
+        (Explanation(0, 0, "nothing_kept"), 30, (OWN, None, OTHER), (35, "setup")),
+        (Explanation(0, 30, "evicted"), 30, (OWN, None, None), (30, "text")),
+        (Explanation(0, 35, "evicted"), 30, (OWN, None, None), (35, "evicted")),
+        (Explanation(0, 36, "adapters"), 30, (OWN, OTHER, OTHER), (36, "adapters")),
+        (Explanation(10, 30, "uncuttable"), 30, (OWN, None, None), (30, "text")),
+        (Explanation(40, 40, None), 30, (OWN, OTHER, Near(41, 60)), (40, None)),
+        (Explanation(0, 0, "nothing_kept"), 40, (Near(41, 60), None, None), (40, None)),
+    ],
+)
+def test_the_nearest_of_both_tiers_explains(
+    memory: Explanation,
+    usable: int,
+    near: tuple[Near | None, ...],
+    told: tuple[int, str | None],
+) -> None:
+    """Whoever shares most; no reason where all but the last token is served."""
+    seen = with_disk(IDS, memory, usable, near)
+    assert (seen.shared_tokens, seen.reason) == told
+    assert seen.memory_tokens == memory.memory_tokens
+
+
+def test_the_chat_that_a_text_was_said_in_is_told_as_before() -> None:
+    """A disk that knows no more does not hide how the session's own prompt goes on."""
+    memory = Explanation(30, 30, "text", (1,), (2,), (3,))
+    assert with_disk(IDS, memory, 30, (OWN, None, None)) is memory
 
 
 async def test_a_recurrent_model_says_why(autojump_clock: trio.testing.MockClock) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .format import Header
-from .index import FileKey, SpillHit, SpillIndex
+from .index import FileKey, Near, SpillHit, SpillIndex
 
 SUFFIX = ".safetensors"
 
@@ -95,6 +95,10 @@ class Books:
     def lookup(self, ids: Sequence[int], namespace: str, trim_floor: int) -> SpillHit | None:
         """As :meth:`SpillIndex.lookup`."""
         return self._index.lookup(ids, namespace, trim_floor)
+
+    def nearest(self, ids: Sequence[int], namespaces: Sequence[str]) -> tuple[Near | None, ...]:
+        """As :meth:`SpillIndex.nearest`."""
+        return self._index.nearest(ids, namespaces)
 
     def prefixes(self, ids: Sequence[int], namespace: str) -> tuple[FileKey, ...]:
         """As :meth:`SpillIndex.prefixes`."""

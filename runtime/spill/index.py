@@ -30,6 +30,14 @@ class SpillHit:
     state_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Near:
+    """An entry of ``length`` tokens, the first ``shared`` of which are those of a prompt."""
+
+    shared: int
+    length: int
+
+
 class SpillIndex:
     """Entries by namespace digest and ids; at most one for the same of both."""
 
@@ -88,6 +96,17 @@ class SpillIndex:
             return None
         entry, length = found
         return SpillHit(self._keys[entry], length, entry.length)
+
+    def nearest(self, ids: Sequence[int], namespaces: Sequence[str]) -> tuple[Near | None, ...]:
+        """What shares most of ``ids``, usable or not: of each namespace, then of all others."""
+        others = (self._near(ids, name) for name in self._trees if name not in namespaces)
+        most = max(filter(None, others), key=lambda near: near.shared, default=None)
+        return (*(self._near(ids, name) for name in namespaces), most)
+
+    def _near(self, ids: Sequence[int], namespace: str) -> Near | None:
+        tree = self._trees.get(namespace)
+        found = tree.nearest(ids) if tree is not None else None
+        return None if found is None else Near(found[1], found[0].length)
 
     def prefixes(self, ids: Sequence[int], namespace: str) -> tuple[FileKey, ...]:
         """Entries whose ids are a proper prefix of ``ids``, the longest first."""

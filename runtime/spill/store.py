@@ -1,8 +1,8 @@
 """The states that outlive the process: save, load, drop, and their cap in bytes.
 
 Owns one folder and the books about it. Called on worker threads, several at a time; only
-:meth:`SpillStore.lookup`, :meth:`SpillStore.has` and :meth:`SpillStore.stats` never touch the disk
-and may be called anywhere. The lock is never held while the disk works. Two stores on one folder,
+:meth:`SpillStore.lookup`, ``nearest``, ``has`` and ``stats`` never touch the disk and may be called
+anywhere. The lock is never held while the disk works. Two stores on one folder,
 in one process or two, do each other no harm: files are complete when they get their name and are
 never changed, so the worst is a miss.
 """
@@ -21,7 +21,7 @@ from .faults import Absent, Corrupt, DiskFull, SpillFault, Unfit
 from .files import Files
 from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
-from .index import FileKey, SpillHit
+from .index import FileKey, Near, SpillHit
 from .rows import LastFile, RowFiles
 from .sharing import LONGEST_CHAIN, fits, is_worth_sharing, starts_with
 from .shelf import Shelf
@@ -121,6 +121,11 @@ class SpillStore:
             hit = self._shelf.books.lookup(ids, digest, trim_floor)
             self._shelf.counts["misses" if hit is None else "hits"] += 1
         return hit
+
+    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
+        """What shares most of ``ids``, usable or not: of each namespace, then of all others."""
+        with self._shelf.lock:
+            return self._shelf.books.nearest(ids, tuple(map(namespace_digest, namespaces)))
 
     def has(self, key: FileKey) -> bool:
         """Whether an entry is here, as far as is known: a delta may continue it."""
