@@ -60,6 +60,7 @@ GEMMA4: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **ATTENTION},
     "mistral": {"model_type": "mistral", **ATTENTION, "head_dim": 16},
+    "iquestcoder": {"model_type": "iquestcoder", **ATTENTION},
     # A llama in every word of its config: 24 layers, 16 heads of 128 over 2 key heads, hidden 1536,
     # intermediate 4608, embeddings not tied. The same proportions: heads wider than hidden, too.
     "minicpm5": {

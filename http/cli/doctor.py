@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ...runtime.engine.blas import BlasReport
     from ...runtime.engine.doctor import DoctorReport
     from ...runtime.engine.needs import Fit
+    from ...runtime.engine.speed import Speed
 
 Line = tuple[str, str]
 
@@ -26,7 +27,7 @@ Line = tuple[str, str]
 @click.option(
     "--model",
     metavar="MODEL",
-    help="Also estimate whether this downloaded model fits; advice only.",
+    help="Also estimate whether this downloaded model fits, and how fast it decodes; advice only.",
 )
 @kv_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -41,12 +42,14 @@ def doctor(model: str | None, kv: KVScheme, as_json: bool) -> None:
     from ...runtime.engine.doctor import inspect
 
     report = inspect()
-    estimate = None if model is None else estimate_of(model, report, kv)
+    told, lines = asdict(report), list(describe(report))
+    if model is not None:
+        fit, speed = estimates_of(model, report, kv)
+        told |= {"fit": asdict(fit), "speed": asdict(speed)}
+        lines += [*describe_fit(fit), describe_speed(speed)]
     if as_json:
-        told = asdict(report) if estimate is None else asdict(report) | {"fit": asdict(estimate)}
         click.echo(json.dumps(told, default=str, indent=2))
         return
-    lines = [*describe(report), *(describe_fit(estimate) if estimate else ())]
     width = max(len(name) for name, _ in lines) + 2
     for name, text in lines:
         click.echo(f"{name:<{width}}{text}")
@@ -75,13 +78,15 @@ def describe(report: DoctorReport) -> Iterator[Line]:
         yield folder.purpose, f"{folder.path}: {gib(folder.nbytes)}, {gib(folder.free)} free"
 
 
-def estimate_of(model: str, report: DoctorReport, kv: KVScheme) -> Fit:
-    """What a model that is on this machine would take of its memory. Raises ModelError."""
+def estimates_of(model: str, report: DoctorReport, kv: KVScheme) -> tuple[Fit, Speed]:
+    """What a model that is on this machine would take and give. Raises ModelError."""
     from ...runtime.engine.needs import fit
+    from ...runtime.engine.speed import speed_of
     from .models import find_model
 
+    path = find_model(model, offline=True).path
     memory = report.device_memory or report.memory_total or 0
-    return fit(find_model(model, offline=True).path, memory, kv=kv)
+    return fit(path, memory, kv=kv), speed_of(path)
 
 
 def describe_fit(fit: Fit) -> Iterator[Line]:
@@ -101,6 +106,14 @@ def describe_fit(fit: Fit) -> Iterator[Line]:
     else:
         told = f"one request of {fit.context_tokens:,} tokens within {in_gb(fit.safe_bytes)}"
     yield "fits", f"{told}; context window {window}"
+
+
+def describe_speed(speed: Speed) -> Line:
+    """The estimate in a line."""
+    return "speed", (
+        f"about {speed.tokens_per_second:,.0f} tokens a second alone: {in_gb(speed.active_bytes)} "
+        f"of weights a token, {speed.bandwidth / 1e9:,.0f} GB/s measured"
+    )
 
 
 def gib(size: int) -> str:
