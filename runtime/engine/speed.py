@@ -27,8 +27,8 @@ MATRIX_BYTES = 256 << 20
 """Far more than any cache holds."""
 REPEATS = 4
 _PICKED = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_top_k")
-_TABLES: tuple[type, ...] = (nn.Embedding, nn.QuantizedEmbedding)
-_EXPERTS: tuple[type, ...] = (SwitchLinear, QuantizedSwitchLinear)
+_TABLES: Any = (nn.Embedding, nn.QuantizedEmbedding)
+_EXPERTS: Any = (SwitchLinear, QuantizedSwitchLinear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def active_bytes(model: nn.Module, config: Mapping[str, Any]) -> int:
         if isinstance(module, _TABLES):
             total += size if tied and _width(module) == width else 0
         elif isinstance(module, _EXPERTS):
-            held = int(module["weight"].shape[0])
+            held = int(module.weight.shape[0])
             total += size * min(1.0, (picked or held) / held)
         else:
             total += size
