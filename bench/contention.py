@@ -14,7 +14,7 @@ took in any pair. The short one's wait is told in seconds and in steps, beside t
 ``runtime/scheduling/turns.py``.
 
 Imports the project's runtime/ and actors/, and of bench/ engine.py and rig.py; beside MLX, mlx-lm
-and their requirements it takes trio, msgspec, numpy and llguidance. Needs no installation.
+and their requirements it takes trio and msgspec. Needs no installation.
 """
 
 from __future__ import annotations
