@@ -34,6 +34,7 @@ from mlx_troupe.runtime.engine import doctor as engine_doctor
 from mlx_troupe.runtime.engine.blas import BlasReport
 from mlx_troupe.runtime.engine.doctor import DoctorReport, Folder
 from mlx_troupe.runtime.errors import ModelError
+from mlx_troupe.runtime.requests import Hlg
 from mlx_troupe.runtime.settings import Settings
 
 COMMANDS = ("serve", "chat", "generate", "get", "doctor")
@@ -432,7 +433,8 @@ def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.Mon
     flags = (
         "serve some/model --port 0 --decode-concurrency 3 --dtype keep --prompt-cache 0.5 "
         "--max-tokens 9 --temp 0.5 --top-p 0.25 --top-k 2 --allowed-host a --allowed-host b "
-        "--cors-origin http://x --keepalive 0 --ignore-sessions --thinking false"
+        "--cors-origin http://x --keepalive 0 --ignore-sessions --thinking false "
+        "--kv-budget 1.5 --memory-budget 30 --hlg-sampling --hlg-toe 2"
     )
     assert invoke(*flags.split()).exit_code == 0
     settings, host, port, rest = seen[0]
@@ -448,6 +450,10 @@ def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.Mon
         top_p=0.25,
         top_k=2,
         thinking=False,
+        kv_budget_bytes=1_500_000_000,
+        memory_budget_bytes=30_000_000_000,
+        hlg=Hlg(toe=2.0),
+        hlg_sampling=True,
     )
     assert (host, port) == ("127.0.0.1", 0)
     assert rest["allowed_hosts"] == ("a", "b")

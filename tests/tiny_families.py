@@ -57,6 +57,25 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
+# A gated-delta layer and one of attention, twice.
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    **ATTENTION,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **ATTENTION},
     "mistral": {"model_type": "mistral", **ATTENTION, "head_dim": 16},
@@ -87,26 +106,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
-    # A gated-delta layer and one of attention, twice.
-    "qwen3_5": {
-        "model_type": "qwen3_5",
+    "qwen3_5": {"model_type": "qwen3_5", "eos_token_id": EOS, "text_config": QWEN3_5},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
         "eos_token_id": EOS,
         "text_config": {
-            "model_type": "qwen3_5_text",
-            **ATTENTION,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "full_attention_interval": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-            },
+            **QWEN3_5,
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
         },
     },
     "gemma": {"model_type": "gemma", **ATTENTION, "head_dim": 16},
