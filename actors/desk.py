@@ -92,6 +92,7 @@ class SpillDesk:
         return SsdTier(
             self._disk,
             spill=self._mailbox,
+            queue=lambda: self._queue,
             budget=self._memory,
             demote_after=self._demote_after,
             counts=self._counts,
@@ -126,6 +127,7 @@ class SpillDesk:
             "evictions": disk.evictions,
             "quarantined": disk.quarantined,
             "restores": counts["restores"],
+            "crowded_restores": counts["crowded"],
             "restore_ms_last": round(counts["restore_us_last"] / 1000, 3),
             "spills": counts["written"],
             "bytes_written": counts["bytes_written"],
@@ -134,6 +136,8 @@ class SpillDesk:
             "pending_snapshots": queue.on_device,
             "pending_spills": len(queue) + answers["pending"],
             "pending_spill_bytes": queue.bytes,
+            "held_for_spill_bytes": queue.owned_bytes,
+            "copied_for_spill_bytes": queue.copied_bytes,
             "dropped_spills": counts["dropped"],
             "over_budget_spills": counts["over_budget"] + counts["postponed"],
             "superseded_spills": counts["superseded"],
@@ -143,5 +147,6 @@ class SpillDesk:
         }
 
     def _new_queue(self) -> SaveQueue:
-        # An eighth of the memory tier may stay beyond its budget until it is written.
+        # States in up to an eighth of the memory tier stay until they are written, though it has
+        # given them up; its entries have that much less.
         return SaveQueue(QUEUE_BYTES, self._memory // 8, self._budget, self._counts)

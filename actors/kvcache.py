@@ -186,6 +186,7 @@ class KVCacheActor:
         if model is not None and tier is not None:
             namespace = namespace_of(model.namespace, message.adapters)
             if tier.fetch(message, namespace, hit, model):
+                self._release(self.core.make_room(tier.held_bytes))
                 return
         self._answer(message, hit)
 
@@ -290,10 +291,11 @@ class KVCacheActor:
     def _restored(self, message: Restored) -> None:
         """A restored state is an entry like any other; those who waited ask once more."""
         tier, model, state = self._tier, self._model, message.state
-        if state is not None and model is not None:
-            self._keep(state, model)
         if tier is not None:
             self._waiting = tier.restored(message.entry, state)
+            self._make_way()
+        if state is not None and model is not None:
+            self._keep(state, model)
         while self._waiting:
             waiting = self._waiting[-1]
             hit = waiting.hit

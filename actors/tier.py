@@ -7,11 +7,13 @@ disk is read where it is; bytes move only through the ``Spill`` actor.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlx_troupe.runtime.budgets import kept_bytes
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Hit
-from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 
 from .disk import Disk, OnDisk
 from .mailbox import Mailbox
@@ -48,6 +50,7 @@ class SsdTier:
 
     Args:
         spill: takes anything; see there.
+        queue: the states that wait there now, for what they take.
         budget: bytes of the memory tier. A state that is larger is not fetched again.
         demote_after: seconds without use after which a state that is safe leaves memory; 0 = never.
         counts: of demotions; outlives the actor.
@@ -58,23 +61,36 @@ class SsdTier:
         disk: Disk,
         *,
         spill: Mailbox[SpillMessage],
+        queue: Callable[[], SaveQueue],
         budget: int,
         demote_after: float,
         counts: Counter[str],
     ) -> None:
         self._disk = disk
         self._spill = spill
+        self._queue = queue
         self._budget = budget
         self._demote_after = demote_after
         self._counts = counts
         # In the order of use, so that the idle ones stand at the front.
         self._kept: OrderedDict[SnapshotId, _Kept] = OrderedDict()
         self._restoring: dict[OnDisk, list[Waiting]] = {}
+        self._coming: dict[OnDisk, int] = {}
         # Fetched for requests that have not asked yet, or under way for them.
         self._early: dict[OnDisk, int] = {}
         self._early_kept: dict[SnapshotId, int] = {}
         # Read once, and found not to fit into memory.
         self._too_large: set[str] = set()
+
+    @property
+    def owned_bytes(self) -> int:
+        """What states that memory let go of take on the device until they are written."""
+        return self._queue().owned_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """That, copies of what is being written, and room for states on their way back."""
+        return self.owned_bytes + self._queue().copied_bytes + sum(self._coming.values())
 
     # ---- from the disk -------------------------------------------------------------------
 
@@ -83,7 +99,7 @@ class SsdTier:
         if hit is not None:
             self._early_kept.pop(hit.snapshot, None)
         entry = self._better(lookup.ids, namespace, 0 if hit is None else hit.length, model)
-        if entry is None or not self._begin(entry):
+        if entry is None or not self._begin(entry, model):
             return False
         self._early.pop(entry, None)
         self._restoring[entry].append(Waiting(lookup, hit))
@@ -97,9 +113,9 @@ class SsdTier:
         entry = self._better(ids, namespace, have, model)
         if entry is None or entry in self._restoring or 2 * len(self._restoring) >= RESTORES:
             return
-        nbytes = entry.length * model.kv_bytes_per_token
+        nbytes = kept_bytes(model, entry.length)
         early = sum(self._early_kept.values()) + sum(self._early.values())
-        if early + nbytes <= self._budget // 4 and self._begin(entry):
+        if early + nbytes <= self._budget // 4 and self._begin(entry, model):
             self._early[entry] = nbytes
 
     def usable(self, ids: tuple[int, ...], namespace: str, model: ModelInfo) -> int:
@@ -113,6 +129,7 @@ class SsdTier:
             self._too_large.add(entry.name)
         if self._early.pop(entry, None) is not None and state is not None:
             self._early_kept[state.snapshot] = state.nbytes
+        self._coming.pop(entry, None)
         return self._restoring.pop(entry, [])
 
     def _better(
@@ -124,12 +141,13 @@ class SsdTier:
         gain = entry.useful - have
         return entry if gain > 0 and gain * WORTH >= entry.length else None
 
-    def _begin(self, entry: OnDisk) -> bool:
+    def _begin(self, entry: OnDisk, model: ModelInfo) -> bool:
         if entry in self._restoring:
             return True
         if len(self._restoring) >= RESTORES:
             return False
         self._restoring[entry] = []
+        self._coming[entry] = kept_bytes(model, entry.length)
         self._spill.post(Restore(entry))
         return True
 

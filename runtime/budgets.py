@@ -100,6 +100,13 @@ def state_bytes(model: ModelInfo, tokens: int, *, alone: bool) -> int:
     return capacity * (model.kv_bytes_per_token - sliding) + min(capacity, window) * sliding
 
 
+def kept_bytes(model: ModelInfo, tokens: int) -> int:
+    """About the bytes of a kept state: no more tokens than it has."""
+    sliding, window = _sliding(model)
+    growing = model.kv_bytes_per_token - sliding
+    return model.fixed_bytes + tokens * growing + min(tokens, window) * sliding
+
+
 def lone_tokens(model: ModelInfo, limit_bytes: int) -> int | None:
     """Most tokens of a row that has ``limit_bytes`` to itself; None where state does not grow."""
     sliding, window = _sliding(model)

@@ -35,13 +35,15 @@ class KVLayers:
     """Layers that keep keys and values alike, as read off their arrays.
 
     ``kind`` is "full", "sliding" or "recurrent", ``form`` what the arrays hold, in words;
-    ``bytes_per_token`` is what one token of capacity takes in one such layer of one row.
+    ``bytes_per_token`` is what one token of capacity takes in one such layer of one row, and
+    ``fixed_bytes`` what it takes there however long it is.
     """
 
     kind: str
     form: str
     layers: int
     bytes_per_token: int
+    fixed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class ModelInfo:
         launches_ahead: launching a step with prefill returns before it is computed. Where it does
             not (a CPU), a second one must not be queued: it could not be taken back.
         kv_bytes_per_token: bytes of state that one more token costs in one row.
+        fixed_bytes: bytes of recurrent state, which a row has however long it is.
         kv_scheme: how keys and values are kept, in the words of ``--kv-quant``.
         kv_layers: what came of it, layers alike counted together.
         memory_bytes: of the device, for weights, state and all else; 0 if unknown.
@@ -84,6 +87,7 @@ class ModelInfo:
     ragged_prefill: bool = True
     launches_ahead: bool = True
     kv_bytes_per_token: int = 0
+    fixed_bytes: int = 0
     kv_scheme: str = "off"
     kv_layers: tuple[KVLayers, ...] = ()
     memory_bytes: int = 0
@@ -229,10 +233,14 @@ class SnapshotMade:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSkipped:
-    """A state could not be kept (it cannot be cut to that length, or memory ran out)."""
+    """A state could not be kept (it cannot be cut to that length, or there is no room).
+
+    ``nbytes``: what it would have taken, where room is all that it lacked; else 0.
+    """
 
     snapshot: SnapshotId
     reason: str
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +256,10 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStats:
-    """Live figures of the device; bytes are bytes, rows and snapshots are counts."""
+    """Live figures of the device; bytes are bytes, rows and snapshots are counts.
+
+    ``most_snapshot_bytes`` is the most that kept states ever took, between two looks too.
+    """
 
     active_bytes: int = 0
     cache_bytes: int = 0
@@ -258,6 +269,7 @@ class DeviceStats:
     rows: int = 0
     batched_rows: int = 0
     snapshots: int = 0
+    most_snapshot_bytes: int = 0
 
 
 class Device(Protocol):
@@ -307,12 +319,22 @@ class Device(Protocol):
         ...
 
     def import_state(
-        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...] = ()
-    ) -> SnapshotMade:
+        self,
+        snapshot: SnapshotId,
+        state: HostState,
+        adapters: tuple[str, ...] = (),
+        first_layer: int = 0,
+        count: int | None = None,
+    ) -> SnapshotMade | None:
         """Keep a state that was exported from the same model under a new id, bit for bit.
 
+        Slices of a big state arrive between steps: ``count`` layers (None = all that are left)
+        from ``first_layer`` on, in order. The answer is None until the last of them is there;
+        :meth:`release` gives up a state that is not whole.
+
         ``adapters``: the revisions that it was computed with; they need not be mounted. Raises
-        StateRefused for what is no state of this model, and then nothing has changed.
+        StateRefused for what is no state of this model, NoRoom where it would take more than kept
+        states may; then nothing of it is kept.
         """
         ...
 

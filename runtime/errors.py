@@ -100,6 +100,12 @@ class StateRefused(TroupeError):
     code = "state_refused"
 
 
+class NoRoom(StateRefused):
+    """A state that is in order and that there is no room for now."""
+
+    code = "no_room"
+
+
 class ModelError(TroupeError):
     """A model that cannot be found, read, verified or run on this machine."""
 

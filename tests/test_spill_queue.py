@@ -120,7 +120,7 @@ def test_no_more_bytes_wait_than_may() -> None:
     assert q.offer(state(3, 3), 0) == "queued"
 
 
-def test_a_state_that_memory_let_go_stays_until_its_bytes_have_left_the_device() -> None:
+def test_a_state_that_memory_let_go_stays_until_it_is_written() -> None:
     """Then, and not before, the device may forget it; one that never waited at once."""
     q = queue()
     q.offer(state(1, 1), 0)
@@ -129,9 +129,11 @@ def test_a_state_that_memory_let_go_stays_until_its_bytes_have_left_the_device()
     hand = take(q)
     assert q.take_freed() == ()
     q.exported(hand)
-    assert q.take_freed() == (1,)
+    assert (q.take_freed(), q.owned_bytes, q.copied_bytes) == ((), 10, 0)
+    q.copies = True
+    assert q.copied_bytes == 10
     q.written(hand, 10, 0)
-    assert q.take_freed() == ()
+    assert (q.take_freed(), q.owned_bytes, q.copied_bytes) == ((1,), 0, 0)
 
 
 def test_only_so_many_bytes_stay_for_the_disk_alone() -> None:
@@ -271,3 +273,15 @@ def test_whatever_happens_each_state_is_freed_exactly_once(
     freed |= set(q.take_freed())
     assert freed == gone
     assert (len(q), q.bytes, q.counts["bytes_written"]) == (0, 0, written)
+
+
+def test_a_row_that_is_replaced_keeps_its_place() -> None:
+    """However often its newer state comes, it is behind nobody who came after it."""
+    q = queue()
+    q.offer(state(1, 1, cuttable=False, origin=of(7)), 0)
+    q.offer(state(2, 2, cuttable=False, origin=of(8)), 0)
+    q.offer(state(3, 1, 2, cuttable=False, origin=of(7)), 0)
+    first, second = q.take(0, urgent=True), q.take(0, urgent=True)
+    assert first is not None
+    assert second is not None
+    assert (first.snapshot, second.snapshot) == (3, 2)

@@ -88,8 +88,8 @@ class KVPlan:
         counted = Counter(_described(cache, codec) for cache, codec in pairs)
         paged = f" in blocks of {self.block}" if self.block else ""
         return tuple(
-            KVLayers(kind, form + paged if kind == "full" else form, count, size)
-            for (kind, form, size), count in counted.items()
+            KVLayers(kind, form + paged if kind == "full" else form, count, size, fixed)
+            for (kind, form, size, fixed), count in counted.items()
         )
 
     def live_layers(self, caches: list[Any], tokens: int) -> tuple[KVLayers, ...]:
@@ -217,17 +217,17 @@ def _head_sizes(cache: Any) -> tuple[int, int]:
     return cache.keys.shape[-1], cache.values.shape[-1]
 
 
-def _described(cache: Any, codec: Codec | None) -> tuple[str, str, int]:
-    """Kind, form and bytes per token of capacity, as the cache itself has it."""
+def _described(cache: Any, codec: Codec | None) -> tuple[str, str, int, int]:
+    """Kind, form, bytes per token of capacity and those beside them, as the cache itself has it."""
     if isinstance(cache, ArraysCache):
-        return "recurrent", "state", 0
+        return "recurrent", "state", 0, sum(x.nbytes for x in cache.cache if x is not None)
     kind = "sliding" if isinstance(cache, RotatingKVCache | QuantizedRing) else "full"
     form = codec if codec is not None and codec.is_held_by(cache) else PLAIN
     if not form.is_held_by(cache):
-        return kind, type(cache).__name__, 0
+        return kind, type(cache).__name__, 0, 0
     stored = form.stored_in(cache) or ()
     size = sum(x.nbytes // x.shape[2] for x in stored)
-    return kind, f"plain {_dtype(stored)}" if form is PLAIN else form.name, size
+    return kind, f"plain {_dtype(stored)}" if form is PLAIN else form.name, size, 0
 
 
 def _dtype(stored: tuple[mx.array, ...]) -> str:

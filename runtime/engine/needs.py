@@ -107,6 +107,7 @@ def fit(path: Path, memory_bytes: int, *, dtype: Dtype = "auto", kv: KVScheme = 
         frozenset(),
         trim_window=state_kind(model).trim_window,
         kv_bytes_per_token=sum(alike.layers * alike.bytes_per_token for alike in layers),
+        fixed_bytes=sum(alike.layers * alike.fixed_bytes for alike in layers),
         kv_layers=layers,
         weights_bytes=weights_bytes(model),
         prefill_bytes_per_token=prefill_bytes_per_token(read_config(path)),

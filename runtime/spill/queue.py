@@ -2,9 +2,9 @@
 
 The core of the ``Spill`` actor's writing side, run by its task and by nobody else; it never waits.
 It knows states by their snapshots, ids and sizes, and neither the device nor the disk. States that
-the memory tier has let go while they wait here belong to the queue, within a bound, until their
-bytes have left the device: every method that ends such a state's use notes it, and
-:meth:`SaveQueue.take_freed` says, exactly once, what the device may forget.
+the memory tier has let go while they wait here belong to the queue, within a bound, until they are
+written (on a CPU views of them are what is written): every method that ends such a state's use
+notes it, and :meth:`SaveQueue.take_freed` says, exactly once, what the device may forget.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -125,7 +126,9 @@ class SaveQueue:
         self._bound = bound
         self._keep = keep
         self.budget = budget
-        self._waiting: OrderedDict[SnapshotId, Candidate] = OrderedDict()
+        self._waiting: dict[SnapshotId, Candidate] = {}
+        self._place: dict[SnapshotId, int] = {}
+        self._places = count()
         self._in_hand: dict[SnapshotId, _InHand] = {}
         self._owned: set[SnapshotId] = set()
         self._owned_bytes = 0
@@ -133,6 +136,8 @@ class SaveQueue:
         self._freed: list[SnapshotId] = []
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self.counts: Counter[str] = Counter() if counts is None else counts
+        # Whether bytes that leave the device are copies; only who asks for them can know.
+        self.copies = False
 
     def __len__(self) -> int:
         """States that are not written yet, those in hand included."""
@@ -154,6 +159,16 @@ class SaveQueue:
         return tuple(self._owned)
 
     @property
+    def owned_bytes(self) -> int:
+        """What they take."""
+        return self._owned_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """At most what copies of states in hand take in host memory; views of states take none."""
+        return self.copies * sum(hand.candidate.nbytes for hand in self._in_hand.values())
+
+    @property
     def is_pressed(self) -> bool:
         """Whether states are about to be given up because memory let them go too fast."""
         return 2 * self._owned_bytes > self._keep
@@ -171,8 +186,11 @@ class SaveQueue:
         """
         if candidate.snapshot in self._waiting or candidate.snapshot in self._in_hand:
             return "here"
+        place = next(self._places)
         for other in tuple(self._waiting.values()):
             if candidate.replaces(other):
+                # Whoever is replaced again and again waits no longer for it than others do.
+                place = min(place, self._place[other.snapshot])
                 self._leave(other, "superseded")
         scarce = self.budget.is_scarce(now) and not candidate.is_urgent
         if scarce and not self._is_second(candidate):
@@ -182,6 +200,7 @@ class SaveQueue:
             self.counts["dropped"] += 1
             return "full"
         self._waiting[candidate.snapshot] = candidate
+        self._place[candidate.snapshot] = place
         self._bytes += candidate.nbytes
         return "queued"
 
@@ -194,7 +213,7 @@ class SaveQueue:
             elif waiting is not None:
                 self._own(waiting)
                 self._leave(waiting, "dropped")
-            elif (hand := self._in_hand.get(snapshot)) is not None and hand.on_device:
+            elif (hand := self._in_hand.get(snapshot)) is not None:
                 self._own(hand.candidate)
             else:
                 self._freed.append(snapshot)
@@ -206,21 +225,20 @@ class SaveQueue:
         taken by those who ask for such, and by nobody else.
         """
         busy = {hand.candidate.row for hand in self._in_hand.values()}
-        for candidate in tuple(self._waiting.values()):
+        for candidate in sorted(self._waiting.values(), key=lambda c: self._place[c.snapshot]):
             held_up = candidate.row is not None and candidate.row in busy
             if held_up or candidate.is_urgent is not urgent:
                 continue
             if self.budget.allows(candidate.nbytes, now):
-                del self._waiting[candidate.snapshot]
+                del self._waiting[candidate.snapshot], self._place[candidate.snapshot]
                 self._in_hand[candidate.snapshot] = _InHand(candidate)
                 return candidate
             self._leave(candidate, "over_budget")
         return None
 
     def exported(self, candidate: Candidate) -> None:
-        """All bytes of a state in hand have left the device."""
+        """All bytes of a state in hand have been had; views of it may be among them."""
         self._hand(candidate).on_device = False
-        self._disown(candidate)
 
     def may_write(self, candidate: Candidate, nbytes: int, now: float) -> bool:
         """Whether the budget has room for what a state in hand really takes; else it is out."""
@@ -249,6 +267,7 @@ class SaveQueue:
             self._bytes -= candidate.nbytes
         self.counts["dropped"] += len(self._waiting)
         self._waiting.clear()
+        self._place.clear()
         self._owned.clear()
         self._owned_bytes = 0
         self._freed.clear()
@@ -273,7 +292,7 @@ class SaveQueue:
 
     def _leave(self, candidate: Candidate, why: str) -> None:
         """A state that waits is not going to be written."""
-        del self._waiting[candidate.snapshot]
+        del self._waiting[candidate.snapshot], self._place[candidate.snapshot]
         self._bytes -= candidate.nbytes
         self.counts[why] += 1
         self._disown(candidate)
@@ -305,5 +324,6 @@ class SaveQueue:
         sizes = {c.snapshot: c.nbytes for c in held}
         assert self._owned <= sizes.keys(), "a state is kept for nothing"
         assert self._owned_bytes == sum(sizes[s] for s in self._owned), "kept bytes are not theirs"
+        assert self._place.keys() == self._waiting.keys(), "a state has no place"
         for snapshot, waiting in self._waiting.items():
             assert snapshot == waiting.snapshot, "a state waits under another name"
