@@ -4,7 +4,7 @@
 
 Random weights of a real shape (no download). Each side is warmed at each size, the sides take
 turns, medians of the repetitions; prefill is outside the clock. ``generate_step`` is the bar of a
-lone row, ``BatchGenerator`` that of several.
+lone row, ``BatchGenerator`` that of several; both run mlx-lm's own model.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import mlx.nn as nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import BatchGenerator, generate_step  # noqa: E402
 from mlx_lm.models import llama  # noqa: E402
+from mlx_lm.utils import load_model  # noqa: E402
 
 SHAPES = {
     "llama-3b": {
@@ -121,13 +122,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options.shape, options.bits, dtype)
         rig = Rig(Path(folder))
-        results = [measure(rig, rows, options) for rows in map(int, options.rows.split(","))]
+        theirs, _ = load_model(Path(folder))
+        sizes = map(int, options.rows.split(","))
+        results = [measure(rig, theirs, rows, options) for rows in sizes]
         if options.long:
             results.append(uneven(rig, options))
     print(json.dumps(results))
 
 
-def measure(rig: Rig, rows: int, options: argparse.Namespace) -> dict[str, float]:
+def measure(
+    rig: Rig, theirs: nn.Module, rows: int, options: argparse.Namespace
+) -> dict[str, float]:
     """All sides at one number of rows."""
     asked = prompts(rows, options.prompt, rig.info.vocab_size)
     sides: dict[str, list[float]] = {"ours": [], "BatchGenerator": []}
@@ -136,10 +141,10 @@ def measure(rig: Rig, rows: int, options: argparse.Namespace) -> dict[str, float
     for turn in range(options.repeat + 1):
         seen = {
             "ours": rig.rate(asked, options.tokens),
-            "BatchGenerator": batched(rig.model, asked, options.tokens),
+            "BatchGenerator": batched(theirs, asked, options.tokens),
         }
         if rows == 1:
-            seen["generate_step"] = lone(rig.model, asked[0], options.tokens)
+            seen["generate_step"] = lone(theirs, asked[0], options.tokens)
         for side, value in seen.items():
             if turn:
                 sides[side].append(value)

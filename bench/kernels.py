@@ -1,10 +1,11 @@
-"""The decode-attention kernel on a GPU: equal to masked attention, and how much faster.
+"""The kernels for decode attention and for sampling on a GPU: equal to MLX, and how much faster.
 
     python bench/kernels.py [--repeat 8]
 
 Checks shapes, types, rings and windows against MLX's own attention with a mask in float32, then
 times 28 layers of a Llama-3B shape: the kernel, masked attention, and attention without a mask over
-just the tokens that are there. Needs CUDA or Metal.
+just the tokens that are there. On CUDA random sampler chains draw by the kernel and on the host
+with the same numbers, then 16 rows are timed. Needs CUDA or Metal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rig import ready
@@ -55,7 +57,124 @@ def main() -> None:
         (1, 32768, [16500]),
     ):
         measure(rows, depth, lengths, options.repeat)
-    sys.exit(bool(wrong))
+    other = check_draws() if mx.cuda.is_available() else 0
+    sys.exit(bool(wrong or other))
+
+
+def check_draws() -> int:
+    """Print how many draws the host makes otherwise, and how long a step's draws take."""
+    from mlx_troupe.runtime.engine import sampling_kernel
+
+    print("the kernel is in use:", sampling_kernel.works(), flush=True)
+    draw = random.Random(3)
+    drawn = other = 0
+    for size in (300, 5000, 128256):
+        for kind in TOLERANCES:
+            made, wrong = draws_otherwise(size, kind, [a_chain(draw) for _ in range(48)])
+            drawn, other = drawn + made, other + len(wrong)
+            for sampling in wrong:
+                print(f"other than on the host: {size} {kind} {sampling}")
+    print(f"{drawn} draws, {other} other than on the host", flush=True)
+    rows = [a_chain(draw) for _ in range(16)]
+    x = mx.random.normal((16, 128256)).astype(mx.bfloat16)
+    numbers, removable = mx.random.uniform(shape=(16, 2)), mx.ones((128256,), mx.bool_)
+    places, table = mx.arange(16, dtype=mx.int32), sampling_kernel.table_of(rows, 128256)
+    mx.eval(x, numbers, removable, places, table)
+    for _ in range(3):
+        began = time.perf_counter()
+        mx.eval([sampling_kernel.draw(x, places, table, removable, numbers) for _ in range(10)])
+        seconds = (time.perf_counter() - began) / 10
+    print(f"16 rows of 128256: {seconds * 1e6:.0f} µs", flush=True)
+    return other + check_penalties(draw)
+
+
+def check_penalties(draw: random.Random) -> int:
+    """Print in how many steps the penalties' kernel and MLX's operations differ."""
+    from mlx_troupe.runtime.engine import penalty_kernel
+    from mlx_troupe.runtime.engine.processors import Processors, past_of
+    from mlx_troupe.runtime.requests import Sampling
+
+    rows, size, wrong = 12, 700, 0
+    asked = [
+        Sampling(
+            repetition_penalty=draw.choice([0.0, 1.0, 1.3]),
+            repetition_context_size=draw.choice([20, 64, 700]),
+            presence_penalty=draw.choice([0.0, 0.4, -0.3]),
+            frequency_penalty=draw.choice([0.0, 0.2]),
+            frequency_context_size=draw.choice([20, 0, 100]),
+        )
+        for _ in range(rows)
+    ]
+    prompts = [[draw.randrange(40) for _ in range(draw.randrange(1, 90))] for _ in range(rows)]
+
+    def made(batch: int) -> Processors:
+        pasts = [past_of(s, ids) for s, ids in zip(asked, prompts, strict=True)]
+        recent = {n: past.recent(past.width()) for n, past in enumerate(pasts) if past is not None}
+        return Processors(list(zip(range(rows), asked, pasts, strict=True)), recent, batch)
+
+    fused, plain = made(rows), made(0)
+    for _ in range(40):
+        logits = mx.random.normal((rows, size)) * 4
+        inputs = mx.array([draw.randrange(40) for _ in range(rows)], dtype=mx.uint32)
+        one, other = fused.apply(logits, inputs), plain.apply(logits, inputs)
+        wrong += mx.abs(one - other).max().item() > 1e-4
+    used = penalty_kernel.works()
+    print(f"penalties by the kernel: {used}; 40 steps of {rows} rows, {wrong} other", flush=True)
+    return wrong + (not used)
+
+
+def a_chain(draw: random.Random) -> Any:
+    """A random sampler; any filter may be on."""
+    from mlx_troupe.runtime.requests import Hlg, Sampling
+
+    def maybe(value: float) -> float:
+        return value if draw.random() < 0.5 else 0.0
+
+    hlg = Hlg(draw.uniform(0, 4), draw.uniform(0, 4), maybe(3), draw.uniform(0, 6))
+    return Sampling(
+        temperature=draw.choice([0.05, 0.6, 1.0, 1.7]),
+        top_p=maybe(draw.uniform(0.05, 0.999)) or 1.0,
+        min_p=maybe(draw.uniform(0.001, 0.3)),
+        top_k=int(maybe(draw.choice([1, 5, 40, 200, 2000]))),
+        xtc_probability=maybe(0.6),
+        xtc_threshold=draw.uniform(0.0, 0.3),
+        hlg=hlg if draw.random() < 0.2 else None,
+    )
+
+
+def draws_otherwise(size: int, kind: mx.Dtype, rows: list[Any]) -> tuple[int, list[Any]]:
+    """How many were drawn, and the chains of those that the host draws otherwise.
+
+    The host draws with the same numbers, a little less and a little more: which side of a token's
+    edge a number falls on is a matter of rounding. It draws in the order of the vocabulary here.
+    """
+    from dataclasses import replace
+
+    import numpy as np
+
+    from mlx_troupe.runtime.engine import sampling_kernel
+    from mlx_troupe.runtime.engine.filters import choose, needs_of, parameters_of
+    from mlx_troupe.runtime.engine.selection import HostKit
+
+    logits = (mx.random.normal((len(rows), size)) * 2.5).astype(kind)
+    numbers = np.random.default_rng(size).random((len(rows), 2), dtype=np.float32)
+    removable = np.arange(size) % 7 != 0
+    table = sampling_kernel.table_of(rows, size)
+    places = mx.arange(len(rows), dtype=mx.int32)
+    got = sampling_kernel.draw(logits, places, table, mx.array(removable), mx.array(numbers))
+    values, kit, wrong = np.array(logits.astype(mx.float32)), HostKit(), []
+    for row, sampling in enumerate(rows):
+        x = values[row : row + 1] - values[row].max()
+        parameters = parameters_of(kit, [sampling], removable)
+        near = set()
+        for shift in (-2e-5, 0, 2e-5):
+            number = numbers[row : row + 1].copy()
+            number[0, 0] = np.clip(number[0, 0] + shift, 0, 1 - 2**-24)
+            needs = replace(needs_of(sampling, size), few=0)
+            near.add(int(choose(kit, needs, x, parameters, number)[0]))
+        if got[row].item() not in near:
+            wrong.append(sampling)
+    return len(rows), wrong
 
 
 def agrees(kind: mx.Dtype, shape: tuple[int, int, int, int, int, int | None, int | None]) -> bool:

@@ -17,6 +17,10 @@ _CACHE_SHARE = 20
 _CUDA_CACHE_SHARE = 8
 _LEAST_CACHE, _MOST_CACHE = 256 << 20, 2 << 30
 
+_NODES_PER_GRAPH = "50"
+"""Of MLX's CUDA graphs. On an H200 the first launch waits too long for a hundred, MLX's own choice:
+decode steps of 16 rows took 4.5 ms instead of 5.6 on average, and far more evenly."""
+
 _M_TRIM_THRESHOLD = -1
 _TRIM_THRESHOLD = 64 << 20
 """What glibc's own rule arrives at once large blocks were freed."""
@@ -52,6 +56,8 @@ class MemoryLimits:
         share = min(_MOST_CACHE, max(least, size // _CACHE_SHARE))
         if mx.cuda.is_available():
             share = max(share, size // _CUDA_CACHE_SHARE)
+            # MLX reads it once, when a GPU first computes.
+            os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", _NODES_PER_GRAPH)
         self._cache = mx.set_cache_limit(share)
         if mx.metal.is_available():
             wired = int(info["max_recommended_working_set_size"])

@@ -2,7 +2,8 @@
 
 Owns the recent tokens of the rows that are penalised (:class:`History`). Runs on the device thread
 and never waits. The arithmetic of each row is that of mlx-lm's own processors, in their order:
-bias, repetition, presence, frequency; a row that asks for none of them is not touched.
+bias, repetition, presence, frequency; a row that asks for none of them is not touched. On CUDA one
+kernel does all penalties of bounded windows (``penalty_kernel``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..requests import Sampling
+from . import penalty_kernel
 
 NO_TOKEN = -1
 MIN_WIDTH = 32
@@ -60,6 +62,12 @@ class History:
         self.tokens = mx.stack(list(recent))
         for place, past in enumerate(pasts):
             past.move(self, place)
+
+    def replace(self, tokens: mx.array) -> None:
+        """These are the recent tokens now, with one more in each row."""
+        for past in self._pasts:
+            past.count += 1
+        self.tokens = tokens
 
     def push(self, inputs: mx.array) -> None:
         """Take the rows' next inputs in; ``inputs`` [B] are those of the whole batch."""
@@ -132,23 +140,63 @@ class Frequency(Penalty):
         return logits.at[self._rows, ids].subtract(valid * self._amounts(logits.dtype))
 
 
+class _Fused:
+    """All penalties of some rows, by the kernel, on histories of one width."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, Sampling, Past]], recent: dict[int, mx.array], batch: int
+    ) -> None:
+        places = [place for place, _, _ in rows]
+        width = max(recent[place].size for place in places)
+        held = [_widened(recent[place], width - recent[place].size) for place in places]
+        self._history = History(places, [past for _, _, past in rows], held)
+        where = [-1] * batch
+        for index, place in enumerate(places):
+            where[place] = index
+        self._where = mx.array(where, dtype=mx.int32)
+        self._table = penalty_kernel.table_of([_amounts_of(s) for _, s, _ in rows])
+
+    def apply(self, logits: mx.array, inputs: mx.array) -> mx.array:
+        changed, tokens = penalty_kernel.penalise(
+            logits, inputs, self._history.tokens, self._where, self._table
+        )
+        self._history.replace(tokens)
+        return changed
+
+
+def _amounts_of(sampling: Sampling) -> tuple[penalty_kernel.Asked, ...]:
+    return tuple(
+        penalty_kernel.NONE if value in (0, neutral) else (value, window)
+        for _, value, neutral, window in _asked(sampling)
+    )
+
+
 class Processors:
     """All processors of one batch of rows; made again when the batch changes.
 
     Args:
         asked: for each row its parameters and its past (None where it has no penalties).
         recent: for each row with a past, what ``past.recent(past.width())`` gave.
+        batch: rows of the batch if the kernel may be used, else 0.
     """
 
     def __init__(
-        self, asked: Sequence[tuple[int, Sampling, Past | None]], recent: dict[int, mx.array]
+        self,
+        asked: Sequence[tuple[int, Sampling, Past | None]],
+        recent: dict[int, mx.array],
+        batch: int = 0,
     ) -> None:
         self._bias = _bias([(place, s.logit_bias) for place, s, _ in asked])
         self._groups: list[tuple[History, list[tuple[Penalty, mx.array | None]]]] = []
         by_width: dict[int, list[tuple[int, Sampling, Past]]] = {}
+        bounded: list[tuple[int, Sampling, Past]] = []
         for place, sampling, past in asked:
-            if past is not None:
-                by_width.setdefault(recent[place].size, []).append((place, sampling, past))
+            if past is None:
+                continue
+            fused = batch and 0 < past.window <= penalty_kernel.MOST
+            rows = bounded if fused else by_width.setdefault(recent[place].size, [])
+            rows.append((place, sampling, past))
+        self._fused = _Fused(bounded, recent, batch) if bounded else None
         for rows in by_width.values():
             places = [place for place, _, _ in rows]
             history = History(places, [past for _, _, past in rows], [recent[p] for p in places])
@@ -159,6 +207,8 @@ class Processors:
         if self._bias is not None:
             rows, ids, values = self._bias
             logits = logits.at[rows, ids].add(values)
+        if self._fused is not None:
+            logits = self._fused.apply(logits, inputs)
         for history, penalties in self._groups:
             history.push(inputs)
             for penalty, members in penalties:
@@ -224,5 +274,7 @@ def _put(logits: mx.array, rows: mx.array, ids: mx.array, values: mx.array) -> m
 
 
 def _widened(tokens: mx.array, missing: int) -> mx.array:
+    if not missing:
+        return tokens
     pads = [(0, 0)] * (tokens.ndim - 1) + [(missing, 0)]
     return mx.pad(tokens, pads, constant_values=NO_TOKEN)

@@ -24,6 +24,7 @@ import numpy as np
 from ..curves import fault_of
 from ..device import MAX_LOGPROBS
 from ..requests import Sampling
+from . import penalty_kernel, sampling_kernel
 from .filters import Needs, Parameters, choose, needs_of, parameters_of
 from .logprobs import Scores, score
 from .masks import Masks, restricted
@@ -90,34 +91,41 @@ class _Group:
     """Rows that are drawn together.
 
     ``places`` [N] are theirs in the batch, ``numbers`` the slice of the random numbers for them.
+    With a ``table`` one kernel does it all.
     """
 
     needs: Needs
     places: Any
     numbers: slice
     parameters: Parameters
+    table: mx.array | None
 
 
 class _Plan:
     """How the batch at hand is drawn; the arrays in it serve every step of the batch."""
 
-    def __init__(self, rows: Sequence[RowSampler], kit: Kit, removable: Any) -> None:
+    def __init__(
+        self, rows: Sequence[RowSampler], kit: Kit, removable: Any, *, fused: bool
+    ) -> None:
         self.rows = list(rows)
-        self.processors, self.faults = _processors(self.rows)
-        sorted_out: dict[Needs, list[int]] = {}
+        self.processors, self.faults = _processors(self.rows, fused=fused)
+        sorted_out: dict[Needs | None, list[int]] = {}
         for place, row in enumerate(rows):
             if not row.greedy:
                 kind = row.needs.coarse() if kit.coarse else row.needs
-                sorted_out.setdefault(kind, []).append(place)
+                alike = fused and not row.needs.curve
+                sorted_out.setdefault(None if alike else kind, []).append(place)
         self.order: list[int] = []
         self.groups: list[_Group] = []
-        for places in sorted_out.values():
+        for shared, places in sorted_out.items():
             first = len(self.order)
             self.order += places
             needs = reduce(or_, (rows[place].needs for place in places))
-            parameters = parameters_of(kit, [rows[p].sampling for p in places], removable)
+            asked = [rows[place].sampling for place in places]
+            parameters = parameters_of(kit, asked, removable)
             numbers = slice(first, len(self.order))
-            self.groups.append(_Group(needs, kit.xp.array(places), numbers, parameters))
+            table = sampling_kernel.table_of(asked, removable.shape[0]) if shared is None else None
+            self.groups.append(_Group(needs, kit.xp.array(places), numbers, parameters, table))
         self.keys = [rows[place].key for place in self.order]
         self.scored = [(p, row.logprobs) for p, row in enumerate(rows) if row.logprobs is not None]
         self.all_drawn = len(self.order) == len(rows)
@@ -185,7 +193,8 @@ class Sampler:
         """
         plan = self._plan
         if plan is None or not plan.fits(rows):
-            plan = self._plan = _Plan(rows, self._kit, self._removable_for(rows))
+            fused = isinstance(self._kit, DeviceKit) and sampling_kernel.serves(logits)
+            plan = self._plan = _Plan(rows, self._kit, self._removable_for(rows), fused=fused)
         if plan.processors is not None:
             logits = plan.processors.apply(logits, inputs)
         # The maximum of a row that holds a NaN is NaN.
@@ -232,23 +241,31 @@ class Sampler:
         places = [positions[place] for place in plan.order]
         numbers: Any = uniforms(mx.array(list(zip(plan.keys, places, strict=True)), mx.uint32))
         if not self._on_host:
-            drawn: mx.array = self._pick(values, plan, numbers).astype(mx.uint32)
+            drawn: mx.array = self._pick(logits, values, plan, numbers).astype(mx.uint32)
             return drawn
         # What is not finite is found by whoever reads the report.
         with np.errstate(all="ignore"):
-            ids = self._pick(values, plan, np.asarray(numbers))
+            ids = self._pick(logits, values, plan, np.asarray(numbers))
         return mx.array(ids.astype(np.uint32))
 
-    def _pick(self, values: Any, plan: _Plan, numbers: Any) -> Any:
+    def _pick(self, logits: mx.array, values: Any, plan: _Plan, numbers: Any) -> Any:
         xp = self._kit.xp
         parts = [] if plan.all_drawn else [xp.argmax(values, axis=-1)]
         for group in plan.groups:
-            x = values[group.places]
-            # A copy, so it may be changed.
-            x -= xp.max(x, axis=-1, keepdims=True)
             own = numbers[group.numbers]
-            parts.append(choose(self._kit, group.needs, x, group.parameters, own))
+            parts.append(self._pick_group(logits, values, group, own))
+        if plan.all_drawn and len(parts) == 1:
+            return parts[0]
         return xp.concatenate(parts)[plan.back]
+
+    def _pick_group(self, logits: mx.array, values: Any, group: _Group, numbers: Any) -> Any:
+        if group.table is not None:
+            removable = group.parameters.removable
+            return sampling_kernel.draw(logits, group.places, group.table, removable, numbers)
+        x = values[group.places]
+        # A copy, so it may be changed.
+        x -= self._kit.xp.max(x, axis=-1, keepdims=True)
+        return choose(self._kit, group.needs, x, group.parameters, numbers)
 
 
 def _clear_best(values: Any, kind: mx.Dtype) -> int | None:
@@ -268,7 +285,9 @@ def _is_same(one: RowSampler, other: RowSampler) -> bool:
     return one is other
 
 
-def _processors(rows: Sequence[RowSampler]) -> tuple[Processors | None, dict[int, str]]:
+def _processors(
+    rows: Sequence[RowSampler], *, fused: bool
+) -> tuple[Processors | None, dict[int, str]]:
     """Processors of those rows that ask for any, and the rows that have none to be had."""
     recent: dict[int, mx.array] = {}
     faults: dict[int, str] = {}
@@ -284,7 +303,8 @@ def _processors(rows: Sequence[RowSampler]) -> tuple[Processors | None, dict[int
         if held is not None:
             recent[place] = held
         asked.append((place, row.sampling, row.past))
-    return (Processors(asked, recent) if asked else None), faults
+    batch = len(rows) if fused and penalty_kernel.works() else 0
+    return (Processors(asked, recent, batch) if asked else None), faults
 
 
 def _check(sampling: Sampling, vocab_size: int) -> None:
