@@ -20,6 +20,7 @@ from mlx_troupe.runtime.adapter_table import Loaded, Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import DeviceStats, ModelInfo, SnapshotMade
 from mlx_troupe.runtime.errors import ModelError, Unavailable
+from mlx_troupe.runtime.prefix.room import excess
 from mlx_troupe.runtime.spill.state import HostLayer
 
 from .mailbox import Mailbox
@@ -37,6 +38,7 @@ from .messages import (
     Open,
     Opened,
     OpenFailed,
+    Pressed,
     Release,
     Rest,
     Rested,
@@ -59,7 +61,7 @@ LOADING = -1
 """Stands for a load among the steps that the watchdog waits for; step ids start at 0. Work on
 adapters and kept states has the numbers below."""
 Asked: TypeAlias = (
-    Reply[AdapterInfo] | Reply[int] | Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade]
+    Reply[AdapterInfo] | Reply[int] | Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade | None]
 )
 """An ask that the worker carries without touching it."""
 
@@ -265,6 +267,7 @@ class GpuActor:
             case Settled(done, stats):
                 self._watchdog.heard(done.step)
                 self._view.stats = stats
+                self._look_at_memory()
                 self._scheduler.post(StepSettled(done))
             case Opened(model, stats, mounted, targets):
                 self._watchdog.heard(LOADING)
@@ -275,6 +278,8 @@ class GpuActor:
                 self._view.mounted_at_load = mounted
                 self._view.adapter_targets = targets
                 self._view.bell.ring()
+                # Loading leaves buffers behind.
+                self._last_step = trio.current_time()
                 self._cache.post(DeviceReady(model))
                 self._scheduler.post(DeviceReady(model))
             case Rested(stats):
@@ -305,6 +310,13 @@ class GpuActor:
                 raise ModelRefused(ModelError(error.message))
             case Broke(error):
                 raise DeviceBroken(f"{type(error).__name__}: {error}") from error
+
+    def _look_at_memory(self) -> None:
+        """Have kept states given up where memory runs out; any message makes the cache look."""
+        stats, model = self._view.stats, self._view.model
+        pressed = model and excess(stats, stats.snapshot_bytes, model.memory_bytes)
+        if pressed and stats.snapshots and not self._cache.depth:
+            self._cache.post(Pressed())
 
     def _answered(self, reply: Asked) -> None:
         number = self._asked.pop(reply, None)

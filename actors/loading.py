@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas
@@ -92,5 +93,6 @@ def mlx_device(settings: Settings, source: TokenizerSource) -> Device:
         kv=settings.kv,
         exact=settings.exact,
         memory_budget=settings.memory_budget_bytes,
+        snapshot_limit=cache_bytes(settings),
         xtc_exempt=source.line_breaks,
     )

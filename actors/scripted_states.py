@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId, SnapshotMade
-from mlx_troupe.runtime.errors import StateRefused
+from mlx_troupe.runtime.errors import NoRoom, StateRefused
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
 
 _KIND = "scripted"
@@ -18,21 +18,47 @@ _KIND = "scripted"
 class ScriptedStates:
     """Kept states by id.
 
+    They take one byte an id, and at most ``snapshot_limit`` together.
+
     As bytes each is ``layers`` times its ids, one array a layer. The array has a token axis unless
     the model says that a state of this length cannot be cut.
     """
 
     layers = 2
+    snapshot_limit: int | None = None
+    most_snapshot_bytes = 0
 
     def __init__(self, model: ModelInfo) -> None:
         self.model = model
         self.snapshots: dict[SnapshotId, tuple[int, ...]] = {}
         self.made_with: dict[SnapshotId, tuple[str, ...]] = {}
+        self.arriving: dict[SnapshotId, tuple[HostState, int]] = {}
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What all kept states take."""
+        coming = sum(state.length for state, _ in self.arriving.values())
+        return coming + sum(map(len, self.snapshots.values()))
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a further state may be kept."""
+        limit = self.snapshot_limit
+        return limit is None or self.snapshot_bytes + nbytes <= limit
+
+    def keep_state(
+        self, snapshot: SnapshotId, ids: tuple[int, ...], adapters: tuple[str, ...]
+    ) -> SnapshotMade:
+        """Keep a state that there is room for."""
+        self.snapshots[snapshot] = ids
+        self.made_with[snapshot] = adapters
+        self.most_snapshot_bytes = max(self.most_snapshot_bytes, self.snapshot_bytes)
+        return SnapshotMade(snapshot, len(ids), len(ids))
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states."""
         for snapshot in snapshots:
             self.snapshots.pop(snapshot, None)
+            self.arriving.pop(snapshot, None)
             self.made_with.pop(snapshot, None)
 
     def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
@@ -43,11 +69,29 @@ class ScriptedStates:
         return (layer,) * len(range(self.layers)[first_layer : first_layer + count])
 
     def import_state(
-        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...] = ()
-    ) -> SnapshotMade:
-        """Keep ids that were exported. Raises StateRefused for anything else."""
+        self,
+        snapshot: SnapshotId,
+        state: HostState,
+        adapters: tuple[str, ...] = (),
+        first_layer: int = 0,
+        count: int | None = None,
+    ) -> SnapshotMade | None:
+        """Keep ids that were exported. Raises StateRefused for anything else, and NoRoom."""
         if snapshot in self.snapshots:
             raise StateRefused(f"snapshot {snapshot} is kept already")
+        before = self.arriving.pop(snapshot, None)
+        if first_layer and before != (state, first_layer):
+            raise StateRefused(f"layer {first_layer} of snapshot {snapshot} is not the next")
+        ids = self._ids(state)
+        if not self.has_room(len(ids)):
+            raise NoRoom(f"no room for {len(ids)} tokens")
+        there = self.layers if count is None else first_layer + count
+        if there < self.layers:
+            self.arriving[snapshot] = state, there
+            return None
+        return self.keep_state(snapshot, ids, adapters)
+
+    def _ids(self, state: HostState) -> tuple[int, ...]:
         ids: tuple[int, ...] = ()
         if state.layers and state.layers[0].arrays:
             data = state.layers[0].arrays[0].data
@@ -56,9 +100,7 @@ class ScriptedStates:
             raise StateRefused(f"a state of {state.length} tokens has {len(ids)}")
         if state.layers != (self._layer(ids),) * self.layers:
             raise StateRefused("its layers are not those of this model")
-        self.snapshots[snapshot] = ids
-        self.made_with[snapshot] = adapters
-        return SnapshotMade(snapshot, len(ids), len(ids))
+        return ids
 
     def _layer(self, ids: tuple[int, ...]) -> HostLayer:
         data = HostArray("int32", (len(ids),), array("i", ids).tobytes())

@@ -1,35 +1,33 @@
 """The spill actor: kept states on their way to the disk, and on their way back.
 
-Its tasks run on trio's thread: one takes messages, one brings states back, one writes. Nobody who
-computes waits for any of them. A state leaves the device in slices between steps, and is written
-on a thread; a state that is asked for goes before those that only want to be safe. Whatever is
-wrong with the disk is counted and told once, and to everyone else it is a miss.
+Its tasks run on trio's thread: one takes messages, one brings states back (``restores.py``), some
+write. Nobody who computes waits for any of them. A state leaves the device in slices between
+steps, and is written on a thread; one that is asked for goes before those that only want to be
+safe. What is wrong with the disk is counted and told once, and to everyone else it is a miss.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import SnapshotId, SnapshotMade
+from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.errors import StateRefused, Unavailable
-from mlx_troupe.runtime.prefix.entries import adapters_of
-from mlx_troupe.runtime.spill.faults import SpillFault, Unreadable
+from mlx_troupe.runtime.spill.faults import SpillFault
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
-from .disk import Disk, Loaded, OnDisk
+from .disk import Disk
 from .gpu import GpuView
 from .mailbox import Mailbox
 from .messages import CacheMessage, DeviceLost, GpuCommand, Release, SpillMessage
 from .reply import Bell, Reply
-from .spill_messages import Export, FlushDisk, FlushReport, Forget, Import, Restore, Restored, Save
-
-log = logging.getLogger(__name__)
+from .restores import Restores
+from .spill_messages import Export, FlushDisk, FlushReport, Forget, Restore, Save
+from .telling import Complaints
 
 QUEUE_BYTES = 2 << 30
 """Bytes of states that may wait to be written; one more is dropped and counted."""
@@ -46,9 +44,6 @@ CHECKPOINTS = 4
 so that rows need not wait for one another."""
 OPEN_PATIENCE = 10.0
 """Seconds that the first requests wait for the folder to be read; then they do without."""
-PATIENCE = 5.0
-PATIENCE_PER_TOKEN = 0.001
-"""Seconds that a row waits for a state: about what it takes to compute one instead."""
 REOPEN_AFTER = 30.0
 """Seconds until a folder that could not be opened is tried again."""
 
@@ -59,7 +54,7 @@ class SpillActor:
     Args:
         mailbox: unbounded; what is in it is small, and each state is in it at most twice. The
             bound is that of ``queue``, in bytes.
-        cache: has room for the answer of every restore that it asks for.
+        cache: as of :class:`~.restores.Restores`.
         counts: of restores and faults; outlives the actor.
         ready: called once it makes no sense to wait for the folder any longer.
     """
@@ -81,19 +76,24 @@ class SpillActor:
         self._mailbox = mailbox
         self._disk = disk
         self._gpu = gpu
-        self._cache = cache
         self._view = view
-        self._new_snapshot = new_snapshot
         self._counts = counts
         self._ready = ready
-        self._restores: deque[OnDisk] = deque()
-        self._restoring: OnDisk | None = None
-        self._importing: SnapshotId | None = None
         self._flushes: list[FlushDisk] = []
         self._bell = Bell()
+        self._complaints = Complaints(counts)
+        self._restores = Restores(
+            disk,
+            gpu=gpu,
+            cache=cache,
+            view=view,
+            new_snapshot=new_snapshot,
+            counts=counts,
+            bell=self._bell,
+            complaints=self._complaints,
+        )
         # The folder cannot be opened: nothing is written until it is tried again.
         self._is_shut = False
-        self._told: set[str] = set()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -101,7 +101,7 @@ class SpillActor:
             nursery.start_soon(self._listen, nursery)
             nursery.start_soon(self._lose_patience)
             await self._open()
-            nursery.start_soon(self._restore_all)
+            nursery.start_soon(self._restores.run)
             nursery.start_soon(self._save_all)
             for _ in range(CHECKPOINTS):
                 nursery.start_soon(self._save_checkpoints)
@@ -114,22 +114,18 @@ class SpillActor:
                 case Forget(snapshots):
                     self.queue.let_go(snapshots)
                 case Restore(entry):
-                    self._restores.append(entry)
+                    self._restores.ask(entry)
                 case FlushDisk():
                     self._flushes.append(message)
                 case Save() | DeviceLost():
                     pass
                 case _:
                     assert_never(message)
-        if self._restoring is not None:
-            self._restores.append(self._restoring)
-        for entry in self._restores:
-            self._cache.post(Restored(entry, None))
+        arrived = self._restores.abandon()
         for flush in self._flushes:
             flush.reply.fail(Unavailable(reason))
-        made = () if self._importing is None else (self._importing,)
         self._counts["dropped"] += len(self.queue)
-        left = (*self.queue.take_freed(), *self.queue.owned, *made)
+        left = (*self.queue.take_freed(), *self.queue.owned, *arrived)
         if left:
             self._gpu.post(Release(left))
 
@@ -145,7 +141,7 @@ class SpillActor:
                 case Forget(snapshots):
                     self.queue.let_go(snapshots)
                 case Restore(entry):
-                    self._restores.append(entry)
+                    self._restores.ask(entry)
                 case FlushDisk():
                     self._flushes.append(message)
                     nursery.start_soon(self._flush, message)
@@ -167,7 +163,9 @@ class SpillActor:
             try:
                 await self._disk.open()
             except SpillFault as fault:
-                self._tell(fault, f"cannot be used, tried again every {REOPEN_AFTER:g} s: ")
+                self._complaints.fault(
+                    fault, f"cannot be used, tried again every {REOPEN_AFTER:g} s: "
+                )
                 self._is_shut = True
             else:
                 self._is_shut = False
@@ -180,61 +178,6 @@ class SpillActor:
     async def _lose_patience(self) -> None:
         await trio.sleep(OPEN_PATIENCE)
         self._ready()
-
-    # ---- back from the disk --------------------------------------------------------------
-
-    async def _restore_all(self) -> None:
-        while True:
-            while not self._restores:
-                await self._bell.wait()
-            entry = self._restoring = self._restores.popleft()
-            began = trio.current_time()
-            answer = await self._restore(entry)
-            if answer.state is not None:
-                self._counts["restores"] += 1
-                self._counts["restore_us_last"] = round((trio.current_time() - began) * 1e6)
-            self._restoring = self._importing = None
-            self._cache.post(answer)
-            self._bell.ring()
-
-    async def _restore(self, entry: OnDisk) -> Restored:
-        nothing = Restored(entry, None)
-        loaded: Loaded | None = None
-        with trio.move_on_after(PATIENCE + entry.length * PATIENCE_PER_TOKEN):
-            try:
-                loaded = await self._disk.load(entry)
-            except SpillFault as fault:
-                self._tell(fault)
-                return nothing
-        if loaded is None:
-            self._tell(Unreadable("the disk does not answer"))
-            return nothing
-        model, load = self._view.model, self._view.loads
-        if model is None:
-            return nothing
-        self._importing = snapshot = self._new_snapshot()
-        reply: Reply[SnapshotMade] = Reply()
-        self._gpu.post(Import(snapshot, loaded.state, reply, adapters_of(entry.namespace)))
-        try:
-            made = await reply.wait()
-        except StateRefused as error:
-            self._counts["refused"] += 1
-            self._warn("refused", f"{entry.name} is no state of this model: {error.message}")
-            await self._reject(entry)
-            return nothing
-        except Unavailable:
-            return nothing
-        if self._view.model is None or self._view.loads != load:
-            return nothing
-        ids, cuttable = loaded.ids, model.can_trim(len(loaded.ids))
-        state = Candidate(snapshot, entry.namespace, ids, made.nbytes, loaded.kind, cuttable)
-        return Restored(entry, state)
-
-    async def _reject(self, entry: OnDisk) -> None:
-        try:
-            await self._disk.reject(entry)
-        except SpillFault as fault:
-            self._tell(fault)
 
     # ---- to the disk ---------------------------------------------------------------------
 
@@ -263,7 +206,7 @@ class SpillActor:
             self._bell.ring()
 
     def _next(self) -> Candidate | None:
-        if self._restores or self._restoring is not None:
+        if self._restores.is_busy:
             return None
         return self.queue.take(trio.current_time())
 
@@ -276,7 +219,7 @@ class SpillActor:
             state = await self._export(candidate)
         except (StateRefused, Unavailable) as error:
             # It was released by somebody's crash, lost with its device, or has no form as bytes.
-            self._warn("export", f"a kept state cannot be exported: {error.message}")
+            self._complaints.warn("export", f"a kept state cannot be exported: {error.message}")
             self.queue.failed(candidate)
             return 0.0
         self.queue.exported(candidate)
@@ -288,16 +231,17 @@ class SpillActor:
         try:
             written = await self._disk.save(candidate, state)
         except SpillFault as fault:
-            self._tell(fault)
+            self._complaints.fault(fault)
             self.queue.failed(candidate)
         else:
-            self._told.clear()
+            self._complaints.forget()
             self.queue.written(candidate, written, trio.current_time())
         return trio.current_time() - began
 
     async def _export(self, candidate: Candidate) -> HostState:
         layers: list[HostLayer] = []
         model = self._view.model
+        self.queue.copies = model is None or model.launches_ahead
         # A CPU copies nothing to let bytes go, so it need not be asked between many steps.
         count = 1 if model is None or model.launches_ahead else ALL_LAYERS
         while True:
@@ -314,7 +258,7 @@ class SpillActor:
             count = max(1, SLICE_BYTES * count // max(size, 1))
 
     async def _after_restores(self, candidate: Candidate) -> None:
-        while not candidate.is_urgent and (self._restores or self._restoring is not None):
+        while not candidate.is_urgent and self._restores.is_busy:
             await self._bell.wait()
 
     async def _rest(self, seconds: float) -> None:
@@ -361,19 +305,6 @@ class SpillActor:
         key = f"reported_{names[0]}"
         before, self._counts[key] = self._counts[key], now
         return now - before
-
-    # ---- what is wrong -------------------------------------------------------------------
-
-    def _tell(self, fault: SpillFault, what: str = "") -> None:
-        kind = type(fault).__name__
-        self._counts["faults"] += 1
-        self._warn(kind, f"{what}{fault}")
-
-    def _warn(self, kind: str, words: str) -> None:
-        """One line for each kind of fault, and again only after something was written."""
-        if kind not in self._told:
-            self._told.add(kind)
-            log.warning("SSD cache: %s", words)
 
 
 def _file_bytes(state: HostState) -> int:

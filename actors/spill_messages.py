@@ -123,12 +123,17 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """Keep a state that was exported, under a new id. The reply may be StateRefused."""
+    """Keep a state that was exported, under a new id: some of its layers, between two steps.
+
+    The reply is None until the last of them is there. It may be StateRefused.
+    """
 
     snapshot: SnapshotId
     state: HostState
-    reply: Reply[SnapshotMade]
+    reply: Reply[SnapshotMade | None]
     adapters: tuple[str, ...] = ()
+    first_layer: int = 0
+    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +146,10 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A state is kept."""
+    """A state is kept, or (None) so far some of its layers are."""
 
-    reply: Reply[SnapshotMade]
-    made: SnapshotMade
+    reply: Reply[SnapshotMade | None]
+    made: SnapshotMade | None
     stats: DeviceStats
 
 
@@ -152,5 +157,5 @@ class Imported:
 class HostingRefused:
     """A state cannot be exported or imported; nothing has changed."""
 
-    reply: Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade]
+    reply: Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade | None]
     error: TroupeError

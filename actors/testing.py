@@ -204,15 +204,17 @@ class ScriptedDevice(ScriptedStates):
         return self.targets
 
     def stats(self) -> DeviceStats:
-        """Counts; every id counts as one byte."""
-        held = sum(len(state) for state in self.snapshots.values())
+        """Counts; every id counts as one byte, and nothing else takes any."""
+        held = self.snapshot_bytes
         live = sum(len(row.state) for row in self.rows.values())
         return DeviceStats(
+            active_bytes=held + live,
             kv_bytes=live,
             snapshot_bytes=held,
             rows=len(self.rows),
             batched_rows=len(self.rows),
             snapshots=len(self.snapshots),
+            most_snapshot_bytes=self.most_snapshot_bytes,
         )
 
     def idle(self) -> None:
@@ -222,6 +224,7 @@ class ScriptedDevice(ScriptedStates):
         """Forget everything."""
         self.drop_rows()
         self.snapshots.clear()
+        self.arriving.clear()
         self.made_with.clear()
         self.mounted.clear()
 
@@ -247,9 +250,9 @@ class ScriptedDevice(ScriptedStates):
             return SnapshotSkipped(snapshot, "cannot be cut")
         if length < self.model.trim_floor <= held:
             return SnapshotSkipped(snapshot, "cannot be cut")
-        self.snapshots[snapshot] = row.state[:length]
-        self.made_with[snapshot] = row.adapters
-        return SnapshotMade(snapshot, length, length)
+        if not self.has_room(length):
+            return SnapshotSkipped(snapshot, "there is no room for it", length)
+        return self.keep_state(snapshot, row.state[:length], row.adapters)
 
     def _start(self, start: StartRow, failed: list[RowFailed]) -> None:
         if start.row in self._seen - self._failed:

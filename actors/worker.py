@@ -165,7 +165,13 @@ class Conductor:
                 layers = self._device.export(command.snapshot, command.first_layer, command.count)
                 self._post(Exported(command.reply, layers))
             else:
-                made = self._device.import_state(command.snapshot, command.state, command.adapters)
+                made = self._device.import_state(
+                    command.snapshot,
+                    command.state,
+                    command.adapters,
+                    command.first_layer,
+                    command.count,
+                )
                 self._post(Imported(command.reply, made, self._device.stats()))
         except StateRefused as error:
             self._post(HostingRefused(command.reply, error))

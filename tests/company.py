@@ -120,6 +120,7 @@ def nothing_left(runtime: Runtime, device: ScriptedDevice) -> None:
     assert not device.rows, "rows are left on the device"
     assert cache.leases == 0, "a lease was not returned"
     assert set(device.snapshots) == set(cache.snapshots()), "a kept state leaked"
+    assert not device.arriving, "a half of a state leaked"
     stats = runtime.stats()
     assert stats["requests"] == {"active": 0}
     batch = stats["batch"]

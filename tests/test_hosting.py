@@ -215,8 +215,9 @@ def test_every_family_has_a_form_as_bytes(family: str) -> None:
         caches: list[Any] = make_prompt_cache(model)
         model(mx.array([tiny.prompt(length)]), cache=caches)
         caches = compact(cut(caches, length, length))
-        back = hosting.rebuild(HostState(length, hosting.export(caches, length, 0, 99)))
-        for x, y in zip(arrays_of(caches), arrays_of(back), strict=True):
+        arrival = hosting.begin(HostState(length, hosting.export(caches, length, 0, 99)))
+        arrival.take()
+        for x, y in zip(arrays_of(caches), arrays_of(arrival.caches()), strict=True):
             assert x.dtype == y.dtype
             assert np.array_equal(np.array(x.view(mx.uint8)), np.array(y.view(mx.uint8)))
 
@@ -248,6 +249,40 @@ def test_layers_leave_in_slices(drive: Callable[..., Driver]) -> None:
     for size in (1, 2, 3):
         assert driver.export(KEPT, size).layers == whole
     assert driver.device.export(KEPT, 3, 1) == ()
+
+
+def test_layers_arrive_in_slices(drive: Callable[..., Driver]) -> None:
+    """In order only; what arrives is no state until it is whole, and may be given up before."""
+    driver = drive("sliding")
+    ids = tiny.prompt(20)
+    driver.start(A, ids)
+    made = driver.keep(A, 19, KEPT)
+    state = driver.export(KEPT)
+    device, took = driver.device, made.nbytes
+    whole = replace(made, snapshot=BACK)
+    for size in (1, 2, 3):
+        answers = [device.import_state(BACK, state, (), at, size) for at in range(0, 3, size)]
+        assert answers == [None] * (len(answers) - 1) + [whole]
+        driver.assert_same_state(KEPT, BACK)
+        device.release((BACK,))
+    assert device.import_state(BACK, state, (), 0, 2) is None
+    assert device.stats().snapshots == 1
+    assert device.stats().snapshot_bytes == 2 * took, "its room is taken"
+    start = StartRow(B, ids, Sampling(), FromSnapshot(BACK, 19))
+    assert len(driver.step(start=(start,)).failed) == 1
+    twin = HostState(state.length, state.layers)
+    for wrong, first in ((state, 1), (state, 3), (twin, 2)):
+        assert device.import_state(BACK, state, (), 0, 2) is None
+        with pytest.raises(StateRefused):
+            device.import_state(BACK, wrong, (), first, 1)
+        assert device.stats().snapshot_bytes == took, "nothing of it is kept"
+    device.import_state(BACK, state, (), 0, 2)
+    device.release((BACK,))
+    assert device.stats().snapshot_bytes == took
+    with pytest.raises(StateRefused):
+        device.import_state(BACK, state, (), 2, 1)
+    assert device.import_state(BACK, state, (), 0, 1) is None
+    assert device.import_state(BACK, state) == whole, "begun anew"
 
 
 def test_exported_bytes_outlive_the_state(drive: Callable[..., Driver]) -> None:

@@ -79,6 +79,7 @@ class MLXDevice:
         batch: most rows that decode together (the scheduler keeps to it).
         kv: how keys and values are kept.
         memory_budget: most bytes that MLX may take; None = what the machine has.
+        snapshot_limit: most bytes that kept states take; what would be more is not kept.
         exact: lone rows run by mlx-lm's own caches on a GPU too, bit for bit.
         extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
         xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
@@ -94,6 +95,7 @@ class MLXDevice:
         batch: int = 32,
         kv: KVScheme = PLAIN_KV,
         memory_budget: int | None = None,
+        snapshot_limit: int | None = None,
         exact: bool = False,
         extra_eos: frozenset[int] = frozenset(),
         xtc_exempt: Callable[[], frozenset[int]] = frozenset,
@@ -105,6 +107,7 @@ class MLXDevice:
             batch,
             kv,
             memory_budget,
+            snapshot_limit,
             replay=mx.default_device() == mx.gpu and not exact,
             extra_eos=extra_eos,
             xtc_exempt=xtc_exempt,
@@ -191,10 +194,15 @@ class MLXDevice:
         return self._opened()[0].states.export(snapshot, first_layer, count)
 
     def import_state(
-        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...] = ()
-    ) -> SnapshotMade:
-        """Keep a state that was exported. Raises StateRefused."""
-        return self._opened()[0].states.restore(snapshot, state, adapters)
+        self,
+        snapshot: SnapshotId,
+        state: HostState,
+        adapters: tuple[str, ...] = (),
+        first_layer: int = 0,
+        count: int | None = None,
+    ) -> SnapshotMade | None:
+        """Keep a state that was exported, or some more layers of one. Raises StateRefused."""
+        return self._opened()[0].states.restore(snapshot, state, adapters, first_layer, count)
 
     def drop_rows(self) -> None:
         """Forget every row, every step under way and the states that it was about to report."""

@@ -1,8 +1,7 @@
 """Kept states as plain bytes in host memory and back, bit for bit.
 
 Runs on the device thread. Knows by name every cache that a row may consist of; lists of caches are
-laid flat. What comes back is compared with what the model itself makes: kinds, settings, types,
-shapes and lengths. A state of another model or scheme is refused before anything is made of it.
+laid flat. What comes back is compared with what the model itself makes (``arrivals.py``).
 
 On a CPU the exported bytes are read-only views of the arrays, which nobody writes; a view keeps
 its memory and may be dropped on any thread. On a GPU they are copies. Either way they are made on a
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn import Module
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -28,18 +26,12 @@ from mlx_lm.models.cache import (
 
 from ..errors import StateRefused
 from ..spill.state import Bytes, HostArray, HostLayer, HostState, Meta
+from .arrivals import SLOT, TOKENS, Arrival, Like, check
 from .kvplan import KVPlan
-from .nesting import flatten, nest
-from .rings import PARTS, QuantizedRing
+from .nesting import flatten
+from .rings import QuantizedRing
 from .turbo_cache import TurboCache
 
-_Plain: Any = KVCache
-_Ring: Any = RotatingKVCache
-_Affine: Any = QuantizedKVCache
-_Recurrent: Any = ArraysCache
-
-_TOKENS = 2
-_SLOT = "slot"
 _WINDOW = "window"
 
 
@@ -60,18 +52,6 @@ class _Leaf:
     slot: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """What a layer must be like, whatever its tokens; ``blank`` is an unused cache of it."""
-
-    kind: str
-    meta: tuple[tuple[str, int | str], ...]
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
-    by_token: bool
-    window: int | None
-    blank: Any
-
-
 class Hosting:
     """Export and import for one model. Built before the first row; evaluates nothing then."""
 
@@ -83,7 +63,7 @@ class Hosting:
         strange = sorted({type(c).__name__ for c in flatten(caches) if type(c) not in _PARTS})
         self._obstacle = f"{', '.join(strange)} has no form as bytes" if strange else ""
         self._stream = mx.new_stream(mx.default_device())
-        self._forms: tuple[tuple[_Like, ...], ...] = ()
+        self._forms: tuple[tuple[Like, ...], ...] = ()
         if not strange:
             encoded = plan.converted(caches, max(1, plan.start))
             self._forms = (self._likes(encoded), self._likes(caches))
@@ -103,27 +83,22 @@ class Hosting:
             data = iter(_host_bytes([x for leaf in leaves for x in leaf.arrays]))
         return tuple(_host_layer(leaf, length, data) for leaf in leaves)
 
-    def rebuild(self, state: HostState) -> list[Any]:
-        """Evaluated caches that go on from ``state`` just as the exported ones do.
+    def begin(self, state: HostState) -> Arrival:
+        """Caches that will go on from ``state`` just as the exported ones do; none is made yet.
 
         Raises StateRefused unless this model makes such states of such lengths.
         """
-        pairs = list(zip(state.layers, self._expected(state), strict=True))
-        slots = [_check(layer, like, state.length) for layer, like in pairs]
-        with mx.stream(self._stream):
-            leaves = [
-                _rebuilt(layer, like, state.length, slot)
-                for (layer, like), slot in zip(pairs, slots, strict=True)
-            ]
-            mx.eval([cache.state for cache in leaves])
-        return nest(leaves, self._blank)
+        likes = self._expected(state)
+        pairs = zip(state.layers, likes, strict=True)
+        slots = tuple(check(layer, like, state.length) for layer, like in pairs)
+        return Arrival(state, likes, slots, self._blank, self._stream)
 
-    def _likes(self, caches: list[Any]) -> tuple[_Like, ...]:
+    def _likes(self, caches: list[Any]) -> tuple[Like, ...]:
         blanks = flatten(self._blank)
         pairs = zip(flatten(caches), blanks, strict=True)
         return tuple(_like(_PARTS[type(cache)](cache), blank) for cache, blank in pairs)
 
-    def _expected(self, state: HostState) -> tuple[_Like, ...]:
+    def _expected(self, state: HostState) -> tuple[Like, ...]:
         if self._obstacle:
             raise StateRefused(self._obstacle)
         if state.first:
@@ -189,87 +164,19 @@ def _present(*arrays: mx.array | None) -> tuple[mx.array, ...]:
     return tuple(x for x in arrays if x is not None)
 
 
-def _like(leaf: _Leaf, blank: Any) -> _Like:
+def _like(leaf: _Leaf, blank: Any) -> Like:
     arrays = tuple((_name(x.dtype), tuple(x.shape)) for x in leaf.arrays)
-    return _Like(leaf.kind, leaf.meta, arrays, leaf.by_token, leaf.window, blank)
+    return Like(leaf.kind, leaf.meta, arrays, leaf.by_token, leaf.window, blank)
 
 
 def _host_layer(leaf: _Leaf, length: int, data: Iterator[Bytes]) -> HostLayer:
     turned = leaf.window is not None and length >= leaf.window
-    meta: Meta = (*leaf.meta, (_SLOT, leaf.slot)) if turned else leaf.meta
-    axis = _TOKENS if leaf.by_token and not turned else None
+    meta: Meta = (*leaf.meta, (SLOT, leaf.slot)) if turned else leaf.meta
+    axis = TOKENS if leaf.by_token and not turned else None
     if axis is not None and any(x.shape[axis] != length for x in leaf.arrays):
         raise StateRefused(f"a {leaf.kind} layer does not hold exactly {length} tokens")
     arrays = tuple(HostArray(_name(x.dtype), tuple(x.shape), next(data)) for x in leaf.arrays)
     return HostLayer(leaf.kind, meta, arrays, (axis,) * len(arrays))
-
-
-# ---- bytes, put together ---------------------------------------------------------------------
-
-
-def _check(layer: HostLayer, like: _Like, length: int) -> int:
-    """Raise StateRefused unless ``layer`` is like that; the slot of a ring."""
-    turned = like.window is not None and length >= like.window
-    meta = dict(layer.meta)
-    slot = meta.pop(_SLOT, None) if turned else length
-    axis = _TOKENS if like.by_token and not turned else None
-    told_once = len(layer.meta) == len(like.meta) + turned
-    if meta != dict(like.meta) or not told_once or set(layer.token_axis) - {axis}:
-        raise StateRefused(f"a {like.kind} layer has other settings: {layer.meta}")
-    if len(layer.arrays) != len(like.arrays):
-        raise StateRefused(f"a {like.kind} layer has {len(layer.arrays)} arrays")
-    held = {_tokens(array, like, at) for at, array in enumerate(layer.arrays)}
-    if len(held) > 1:
-        raise StateRefused(f"the arrays of a {like.kind} layer hold {held} tokens")
-    if turned and held:
-        _check_ring(like, min(held), slot, length)
-    return slot if isinstance(slot, int) else 0
-
-
-def _tokens(array: HostArray, like: _Like, at: int) -> int:
-    dtype, shape = like.arrays[at]
-    wanted = array.shape
-    if like.by_token and len(array.shape) == len(shape):
-        wanted = (*shape[:_TOKENS], array.shape[_TOKENS], *shape[_TOKENS + 1 :])
-    elif not like.by_token:
-        wanted = shape
-    if array.dtype != dtype or array.shape != wanted or len(array.shape) != len(shape):
-        got = f"{array.dtype}{list(array.shape)}"
-        raise StateRefused(f"a {like.kind} layer has {got}, the model's {dtype}{list(shape)}")
-    return array.shape[_TOKENS] if like.by_token else 0
-
-
-def _check_ring(like: _Like, held: int, slot: object, length: int) -> None:
-    window = like.window or 0
-    # Beyond the window lies only what a long chunk of prefill left, the oldest token first.
-    whole = window <= held <= length and isinstance(slot, int) and 0 <= slot <= held
-    if not whole or (held > window and slot != held):
-        raise StateRefused(f"a ring of {window} holds {held} of {length} tokens, slot {slot}")
-
-
-def _rebuilt(layer: HostLayer, like: _Like, length: int, slot: int) -> Any:
-    arrays = tuple(_array(array) for array in layer.arrays)
-    if not arrays:
-        return type(like.blank).from_state(like.blank.state)
-    meta = dict(like.meta)
-    match like.kind:
-        case "plain":
-            return _Plain.from_state((*arrays, length))
-        case "ring":
-            return _Ring.from_state((*arrays, length, meta["keep"], like.window, slot))
-        case "affine":
-            pair = (arrays[:PARTS], arrays[PARTS:])
-            return _Affine.from_state((*pair, length, meta["group_size"], meta["bits"]))
-        case "affine ring":
-            pairs = zip(arrays[:PARTS], arrays[PARTS:], strict=True)
-            parts = tuple((*pair, length, 0, like.window, slot) for pair in pairs)
-            return QuantizedRing.from_state((*parts, meta["group_size"], meta["bits"]))
-        case "turbo":
-            return TurboCache.from_state((arrays, length, meta["key_bits"], meta["value_bits"]))
-        case _:
-            left = iter(arrays)
-            slots = [next(left) if held == "1" else None for held in str(meta["held"])]
-            return _Recurrent.from_state((slots, None, None))
 
 
 # ---- arrays and bytes ------------------------------------------------------------------------
@@ -277,15 +184,6 @@ def _rebuilt(layer: HostLayer, like: _Like, length: int, slot: int) -> Any:
 
 def _name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
-
-
-def _array(array: HostArray) -> mx.array:
-    dtype: mx.Dtype = getattr(mx, array.dtype)
-    if not len(array.data):
-        return mx.zeros(array.shape, dtype)
-    # A copy of its own: the bytes belong to somebody else.
-    flat = mx.array(np.frombuffer(array.data, np.uint8))
-    return flat.view(dtype).reshape(array.shape)
 
 
 def _host_bytes(arrays: Sequence[mx.array]) -> list[Bytes]:

@@ -48,6 +48,7 @@ class Options:
     batch: int
     kv: KVScheme
     memory_budget: int | None
+    snapshot_limit: int | None
     replay: bool
     extra_eos: frozenset[int]
     xtc_exempt: Callable[[], frozenset[int]]
@@ -115,14 +116,15 @@ def load_parts(options: Options) -> Parts:
         namespace=checkpoint.namespace + ":replayed" * options.replay,
         device=device_label(checkpoint.dtype),
     )
-    states = States(model, vocab_size, adapters, plan, hosting)
+    states = States(model, vocab_size, adapters, plan, hosting, options.snapshot_limit)
     return Parts(model, info, plan, adapters, states, masks, make_forward)
 
 
 def described(parts: Parts, options: Options, layers: tuple[KVLayers, ...]) -> ModelInfo:
     """The model as it runs: with the layers that a warm-up left. Raises ModelError over budget."""
     per_token = sum(alike.layers * alike.bytes_per_token for alike in layers)
-    info = replace(parts.info, kv_layers=layers, kv_bytes_per_token=per_token)
+    fixed = sum(alike.layers * alike.fixed_bytes for alike in layers)
+    info = replace(parts.info, kv_layers=layers, kv_bytes_per_token=per_token, fixed_bytes=fixed)
     return with_needs(info, parts.model, options.path, options.memory_budget)
 
 

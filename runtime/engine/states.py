@@ -1,7 +1,8 @@
 """Where the state of a new row comes from, and where states are kept.
 
-Owns the snapshots. Runs on the device thread and never waits. A state that several ask for in one
-step (forks of one prompt, a fork and a snapshot) is copied once; each gets handles of its own.
+Owns the snapshots and keeps them under their limit: a copy that would go beyond it is not begun.
+Runs on the device thread and never waits. A state that several ask for in one step (forks of one
+prompt, a fork and a snapshot) is copied once; each gets handles of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from ..device import (
     SnapshotSkipped,
     StartRow,
 )
-from ..errors import StateRefused
-from ..spill.state import HostLayer, HostState
+from ..errors import NoRoom, StateRefused
+from ..spill.state import HostLayer, HostState, nbytes
 from .adapters import Adapters
+from .arrivals import Arrival
 from .forward import Forward
 from .hosting import Hosting
 from .kvplan import KVPlan
@@ -38,7 +40,7 @@ from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
 
 
 class States:
-    """Makes rows and keeps snapshots for one model."""
+    """Makes rows and keeps snapshots for one model; these take at most ``limit`` bytes."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class States:
         adapters: Adapters,
         plan: KVPlan,
         hosting: Hosting,
+        limit: int | None = None,
     ) -> None:
         self._model = model
         self._hosting = hosting
@@ -54,7 +57,10 @@ class States:
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._snapshots = Snapshots()
+        self._limit = limit
+        self._most = 0
         self._made_with: dict[SnapshotId, tuple[str, ...]] = {}
+        self._arriving: dict[SnapshotId, Arrival] = {}
         self._copies: dict[tuple[RowId, int], list[Any]] = {}
 
     def end_copies(self) -> None:
@@ -69,11 +75,12 @@ class States:
         if row is None:
             return SnapshotSkipped(keep.snapshot, f"row {keep.row} is gone")
         try:
-            caches = clone_all(self._copied(row, keep.length, forward))
+            caches = clone_all(self._copied(row, keep.length, forward, room=self._room()))
+        except _Full as full:
+            return SnapshotSkipped(keep.snapshot, str(full), full.nbytes)
         except Exception as error:
             return SnapshotSkipped(keep.snapshot, str(error))
-        self._made_with[keep.snapshot] = row.revisions
-        return self._snapshots.put(keep.snapshot, caches, keep.length)
+        return self._put(keep.snapshot, caches, keep.length, row.revisions)
 
     def make_row(self, start: StartRow, rows: Mapping[RowId, Row], forward: Forward) -> Row:
         """A row with its first state.
@@ -101,20 +108,36 @@ class States:
         return self._hosting.export(caches, length, first, count)
 
     def restore(
-        self, snapshot: SnapshotId, state: HostState, adapters: tuple[str, ...]
-    ) -> SnapshotMade:
+        self,
+        snapshot: SnapshotId,
+        state: HostState,
+        adapters: tuple[str, ...],
+        first: int,
+        count: int | None,
+    ) -> SnapshotMade | None:
         """See :meth:`~mlx_troupe.runtime.device.Device.import_state`."""
         if self._snapshots.length(snapshot):
             raise StateRefused(f"snapshot {snapshot} is kept already")
-        made = self._snapshots.put(snapshot, self._hosting.rebuild(state), state.length)
-        self._made_with[snapshot] = adapters
-        return made
+        arrival = self._arriving.pop(snapshot, None)
+        if not first:
+            room = self._room()
+            if room is not None and nbytes(state) > room:
+                raise NoRoom(f"a state of {nbytes(state)} bytes, and {room} are left")
+            arrival = self._hosting.begin(state)
+        elif arrival is None or not arrival.goes_on(state, first):
+            raise StateRefused(f"layer {first} of snapshot {snapshot} is not the next")
+        arrival.take(count)
+        if not arrival.is_whole:
+            self._arriving[snapshot] = arrival
+            return None
+        return self._put(snapshot, arrival.caches(), state.length, adapters)
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states; unknown ids are ignored."""
         self._snapshots.release(snapshots)
         for snapshot in snapshots:
             self._made_with.pop(snapshot, None)
+            self._arriving.pop(snapshot, None)
 
     def stats(self, rows: Mapping[RowId, Row], forward: Forward) -> DeviceStats:
         """Live figures of memory, rows and snapshots."""
@@ -124,11 +147,28 @@ class States:
             cache_bytes=mx.get_cache_memory(),
             peak_bytes=mx.get_peak_memory(),
             kv_bytes=lone + forward.batch_bytes,
-            snapshot_bytes=self._snapshots.nbytes,
+            snapshot_bytes=self._taken(),
             rows=len(rows),
             batched_rows=forward.num_batched,
             snapshots=len(self._snapshots),
+            most_snapshot_bytes=self._most,
         )
+
+    def _taken(self) -> int:
+        """Bytes of snapshots, of those that are still arriving too."""
+        return self._snapshots.nbytes + sum(a.nbytes for a in self._arriving.values())
+
+    def _room(self) -> int | None:
+        """Bytes that further snapshots may take; None = as many as there are."""
+        return None if self._limit is None else self._limit - self._taken()
+
+    def _put(
+        self, snapshot: SnapshotId, caches: list[Any], length: int, adapters: tuple[str, ...]
+    ) -> SnapshotMade:
+        made = self._snapshots.put(snapshot, caches, length)
+        self._made_with[snapshot] = adapters
+        self._most = max(self._most, self._taken())
+        return made
 
     def _source(
         self, start: StartRow, rows: Mapping[RowId, Row], forward: Forward
@@ -148,14 +188,27 @@ class States:
                 _check_adapters(source.revisions, start)
                 return clone_all(self._copied(source, length, forward)), length
 
-    def _copied(self, row: Row, length: int, forward: Forward) -> list[Any]:
-        copy = self._copies.get((row.id, length))
-        if copy is None:
-            copy = self._copies[row.id, length] = forward.copy(row, length)
+    def _copied(
+        self, row: Row, length: int, forward: Forward, room: int | None = None
+    ) -> list[Any]:
+        shared = self._copies.get((row.id, length))
+        copy = shared or forward.copy(row, length)
+        if room is not None and (size := num_bytes(copy)) > room:
+            raise _Full(size)
+        if shared is None:
+            self._copies[row.id, length] = copy
             # Started here, before the step's forward: once it is under way it holds no reference
             # to the row's buffers, and the forward may write into them in place.
             start_computing(arrays_of(copy))
         return copy
+
+
+class _Full(Exception):
+    """A copy of so many bytes that is not begun."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__("there is no room for it")
+        self.nbytes = nbytes
 
 
 def _check_length(length: int, start: StartRow) -> None:
