@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from company import WordTokenizer, ask, run
@@ -15,8 +15,16 @@ from tiny_hybrids import HYBRIDS
 
 from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, PerLayerKV, TurboKV
-from mlx_troupe.runtime.requests import Finished
+from mlx_troupe.runtime.requests import (
+    ChatPrompt,
+    Finished,
+    GenerationRequest,
+    Message,
+    SamplingRequest,
+    Usage,
+)
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.testing import ByteTokenizer
 
 pytestmark = pytest.mark.mlx
 
@@ -42,6 +50,8 @@ LAYOUTS: list[tuple[str, KVScheme]] = [
 TURNS = 4
 ANSWER = 6
 NEWS = 20
+WORDS = tuple(f"{a}{b}" for a in "abcdef" for b in "ghijkl")
+LETTERS = 30
 
 
 @cache
@@ -90,3 +100,39 @@ async def test_each_turn_starts_where_the_last_one_ended(name: str, kv: KVScheme
         await runtime.wait_ready()
         for ids, answer in zip(asked, said, strict=True):
             assert (await turn(runtime, ids))[:2] == (answer, 0)
+
+
+async def say(
+    runtime: Runtime, *turns: tuple[Literal["user", "assistant"], str]
+) -> tuple[str, Usage]:
+    """What the model says next in a chat, of letters and words only."""
+    free = (*range(97, 123), *range(259, 259 + len(WORDS)))
+    bias = tuple((i, -100.0) for i in range(259 + len(WORDS)) if i not in free)
+    sampling = SamplingRequest(temperature=0.0, logit_bias=bias)
+    messages = tuple(Message(role, text) for role, text in turns)
+    text, end = await run(
+        runtime, GenerationRequest(ChatPrompt(messages), sampling, max_tokens=LETTERS)
+    )
+    assert isinstance(end, Finished)
+    return text, end.usage
+
+
+async def test_an_answer_that_is_encoded_otherwise_is_found_by_the_ids_that_were_made(
+    tmp_path: Path,
+) -> None:
+    """The client sends text: while it is the same, the ids are; edited it is text like any other.
+
+    (PC-11.) The tokenizer spells what the model said in more tokens than the model did.
+    """
+    tokenizer = ByteTokenizer(WORDS)
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=tokenizer.vocab_size)
+    async with open_runtime(Settings(folder, "tiny"), tokenizer=tokenizer) as runtime:
+        text, first = await say(runtime, ("user", "hello"))
+        assert first.completion_tokens == LETTERS
+        assert len(tokenizer.encode(text, add_special_tokens=False)) > LETTERS
+        chat: tuple[Literal["user", "assistant"], str] = ("user", "hello")
+        _, same = await say(runtime, chat, ("assistant", text), ("user", "go on"))
+        assert same.cached_tokens == first.prompt_tokens + LETTERS - 1
+        _, edited = await say(runtime, chat, ("assistant", f"{text}z"), ("user", "go on"))
+        assert first.prompt_tokens <= edited.cached_tokens < first.prompt_tokens + LETTERS - 1
+        assert edited.prompt_tokens > same.prompt_tokens + 1
