@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import trio
 
-from mlx_troupe.runtime.resume.files import RecordFiles
+from mlx_troupe.runtime.resume.files import RecordFiles, answers_in
 from mlx_troupe.runtime.resume.records import Record, Records
 from mlx_troupe.runtime.settings import Settings
 
@@ -153,5 +153,5 @@ def checkpoints_of(settings: Settings) -> Checkpoints:
     """The records of a runtime; on disk beside the kept states, if answers are written down."""
     if settings.ssd_cache is None or not settings.generation_checkpoint:
         return Checkpoints()
-    files = RecordFiles(settings.ssd_cache / "answers")
+    files = RecordFiles(answers_in(settings.ssd_cache))
     return Checkpoints(settings.generation_checkpoint, files)

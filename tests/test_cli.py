@@ -37,7 +37,7 @@ from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.requests import Hlg
 from mlx_troupe.runtime.settings import Settings
 
-COMMANDS = ("serve", "chat", "generate", "get", "doctor")
+COMMANDS = ("serve", "chat", "generate", "get", "doctor", "clear")
 SETTINGS = Settings(Path("/nowhere"), "scripted")
 SERVED = {
     "allowed_hosts": (),

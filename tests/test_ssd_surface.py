@@ -9,6 +9,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 from company import ask, company, run
+from spill_rig import entry, entry_files, opened, state
 
 from mlx_troupe.actors.checkpoints import Checkpoints
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
@@ -193,6 +194,29 @@ def test_the_home_folder_is_meant_behind_an_equals_sign_too(
     """No shell replaces the sign there."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Folder().convert("~/cache", None, None) == tmp_path / "cache"
+
+
+def test_a_folder_is_cleared_by_a_command(tmp_path: Path) -> None:
+    """Of prompts, damaged ones too, and of answers; what is not ours stays."""
+    store = opened(tmp_path)
+    for ids in ((1, 2), (3, 4)):
+        store.save(entry(*ids), state(entry(*ids)))
+    entry_files(tmp_path)[0].rename(tmp_path / f"{'0' * 40}.bad")
+    records = RecordFiles(tmp_path / "answers")
+    records.open()
+    records.write(Record("ab", 1, (1, 2, 3)))
+    for name in ("notes.txt", "answers/notes.txt", "model.safetensors"):
+        (tmp_path / name).write_text("theirs")
+    result = CliRunner().invoke(cli, ["clear", str(tmp_path)])
+    assert (result.exit_code, result.output.split(",")[0]) == (
+        0,
+        f"3 files removed from {tmp_path}",
+    )
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert left == {"answers", "notes.txt", "answers/notes.txt", "model.safetensors"}
+    assert "0 files" in CliRunner().invoke(cli, ["clear", str(tmp_path)]).output
+    nowhere = CliRunner().invoke(cli, ["clear", str(tmp_path / "nowhere")])
+    assert (nowhere.exit_code, "does not exist" in nowhere.output) == (2, True)
 
 
 def test_a_stop_tells_what_was_not_written(capsys: pytest.CaptureFixture[str]) -> None:

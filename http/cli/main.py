@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from .chat import chat
+from .clear import clear
 from .doctor import doctor
 from .errors import leaves, plain_error
 from .generate import generate
@@ -109,7 +110,7 @@ def help_command(ctx: click.Context, command: str | None) -> None:
     click.echo(found.get_help(click.Context(found, info_name=command, parent=parent)))
 
 
-for command in (serve, chat, generate, get, doctor):
+for command in (serve, chat, generate, get, doctor, clear):
     cli.add_command(command)
 
 

@@ -25,6 +25,11 @@ _MAGIC = b"mlx-troupe answer 1\n"
 _DIGEST_BYTES = 32
 
 
+def answers_in(cache: Path) -> Path:
+    """Where in an SSD cache's folder the records are."""
+    return cache / "answers"
+
+
 class _Body(msgspec.Struct, array_like=True):
     """What a file holds behind its digest."""
 
@@ -102,6 +107,15 @@ class RecordFiles:
     def remove(self, identity: str) -> None:
         """Forget a record; none is fine. Raises OSError."""
         self._files.remove(self._path(identity))
+
+    def clear(self) -> None:
+        """Remove all records, and what was left half-written. Raises OSError."""
+        for name in self._files.list(self._folder):
+            path = self._folder / name
+            if name.endswith(SUFFIX) or (
+                name.endswith(".part") and not self._files.is_being_written(path)
+            ):
+                self._files.remove(path)
 
     def _path(self, identity: str) -> Path:
         return self._folder / f"{identity}{SUFFIX}"
