@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from composition_rig import Asked, Company
 from composition_values import ADAPTERS, CHOICES, PATTERN
-from tiny import EOS, VOCAB
+from tiny import EOS
 from watched_device import Seen, Watched, cut, recorded, sort_out
 
 from mlx_troupe.runtime.budgets import cache_bytes
@@ -182,25 +182,18 @@ class Comparison:
             yield f"token {self.same} is {pair[0]} in company, {pair[1]} alone"
 
     def _near_tie(self) -> bool:
-        """Whether logits within the tolerance, alone, would have drawn the token that was drawn."""
-        place, wanted = self.same, self.ids[self.same]
-        order = np.arange(VOCAB)
-        shapes = [
-            np.where(order == wanted, 1.0, -1.0),
-            np.where(order < wanted, -1.0, 1.0),
-            np.where(order <= wanted, 1.0, -1.0),
-            np.where(order == self.alone.ids[place], -1.0, 1.0),
-        ]
-        for shape in shapes:
-            by = mx.array(shape * self.tolerance, mx.float32)
-            at = len(self.asked.prompt) + place
+        """Whether the row alone, given the logits that it had in company, draws what it drew there.
 
-            def nudge(position: int, logits: mx.array, by: mx.array = by, at: int = at) -> mx.array:
-                return logits + by if position == at else logits
+        They are within the tolerance of its own.
+        """
+        at = len(self.asked.prompt) + self.same
+        ours = self.together.logits[at][None]
 
-            if self.single.run(self.asked, self.together, place + 1, nudge).ids[-1] == wanted:
-                return True
-        return False
+        def nudge(position: int, logits: mx.array) -> mx.array:
+            return ours if position == at else logits
+
+        given = self.single.run(self.asked, self.together, self.same + 1, nudge)
+        return given.ids == self.ids[: self.same + 1]
 
     def _scores(self) -> Iterator[str]:
         wanted = self.asked.request.logprobs
