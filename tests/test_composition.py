@@ -163,8 +163,8 @@ def shift_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row draws with its neighbour's seed."""
     honest = sampling._Plan.__init__
 
-    def shifted(self: Any, *args: Any) -> None:
-        honest(self, *args)
+    def shifted(self: Any, *args: Any, **more: Any) -> None:
+        honest(self, *args, **more)
         self.keys = [*self.keys[1:], *self.keys[:1]]
 
     monkeypatch.setattr(sampling._Plan, "__init__", shifted)
