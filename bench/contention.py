@@ -262,13 +262,17 @@ def tell(both: tuple[Run, Run], wait: Wait, options: argparse.Namespace) -> None
           f"least {wait.chunk} tokens (bound: {bound} steps)", flush=True)  # fmt: skip
 
 
+def least(runs: list[np.ndarray]) -> float:
+    """Seconds of all windows, each at the least that it took in any run."""
+    common = min(map(len, runs))
+    return float(np.min([windows[:common] for windows in runs], axis=0).sum())
+
+
 def summary(pairs: list[tuple[Run, Run]]) -> None:
     """What all pairs say."""
     for kind, name in KINDS:
         alone, beside = (np.array([both[at].seconds(kind) for both in pairs]) for at in (0, 1))
-        one, two = (
-            np.min([both[at].windows(kind) for both in pairs], axis=0).sum() for at in (0, 1)
-        )
+        one, two = (least([both[at].windows(kind) for both in pairs]) for at in (0, 1))
         print(f"{name}: the long one's first token is later by "
               f"{statistics.median(beside / alone - 1):+.2%} (median of {len(pairs)} pairs), "
               f"{beside.sum() / alone.sum() - 1:+.2%} (all together), {two / one - 1:+.2%} "

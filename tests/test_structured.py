@@ -106,13 +106,19 @@ class Stage:
                 raise AssertionError(event)
 
 
-@pytest.fixture
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Stage]]:
-    """Opens stages and closes their devices."""
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def stage(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Stage]]:
+    """Opens stages and closes their devices. As on a GPU masks are begun ahead of the launch."""
     opened: list[Stage] = []
 
     def open_stage(family: str = "llama") -> Stage:
         opened.append(Stage(make_checkpoint(tmp_path_factory.mktemp(family), family)))
+        if request.param == "as on a GPU":
+            forward = opened[-1].device._forward
+            assert forward is not None
+            forward._drawing._launches = True
         return opened[-1]
 
     yield open_stage
@@ -226,6 +232,44 @@ def test_a_matcher_that_fails_takes_its_own_row_along_and_no_other(
     assert all(each.reason for each in failing.failed)
     assert failing.text(RowId(1)) == whole.text(RowId(1))
     assert json.loads(failing.text(RowId(1)))["b"] == "x"
+
+
+def test_masks_are_begun_before_a_forward_pass_is_launched(
+    stage: Callable[..., Stage],
+    compiler: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """On a GPU all but the first, for which nothing has to be read, begin with the tokens read."""
+    order: list[str] = []
+    begin, start = MaskMaker.begin, drawing.start
+
+    def note_begin(self: MaskMaker, matchers: Any) -> Any:
+        order.append("masks")
+        return begin(self, matchers)
+
+    def note_start(*arrays: Any) -> None:
+        order.append("start")
+        start(*arrays)
+
+    opened = stage()
+    opened.start(RowId(1), prompt(9), Sampling(), compiler.compile(ANYTHING))
+    opened.start(RowId(2), prompt(9), Sampling(), None)
+    device, both = opened.device, (RowId(1), RowId(2))
+    opened.decode(1, both)
+    monkeypatch.setattr(MaskMaker, "begin", note_begin)
+    monkeypatch.setattr(drawing, "start", note_start)
+    device.launch(StepPlan(StepId(98), decode=both))
+    device.push()
+    # Each time the forward pass, then the draw.
+    assert order == ["masks", "start", "start"]
+    device.launch(StepPlan(StepId(99), decode=both))
+    ahead = "GPU" in request.node.name
+    assert order[3:] == (["masks", "start"] if ahead else [])
+    device.settle()
+    device.push()
+    device.settle()
+    assert order[3:] == ["masks", "start", "start"]
 
 
 def test_masks_are_made_while_the_forward_pass_runs(

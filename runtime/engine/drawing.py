@@ -3,8 +3,9 @@
 Owns what was built and is not started yet. Runs on the device thread and waits for nothing but
 masks. A batch of free rows is drawn with its launch, unless the draw itself would wait for the
 logits. In a batch with a grammar the draw waits for the push: by then the tokens of the step before
-are known, and the masks are made while the forward pass runs, which on a GPU began with the launch.
-Knows no plans, no steps and no caches.
+are known, and the masks are made while the forward pass runs. On a GPU that begins with the launch,
+which takes the host as long as the GPU: there the tokens before are read, and the masks begun,
+ahead of it. Knows no plans, no steps and no caches.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ NO_MATCH = "the answer's grammar could not be followed"
 class Drawn:
     """Tokens under way: ``reported`` int32 [B] holds one for each of ``rows``, -1 = not finite.
 
-    None until the push where the draw waits for it. ``scores`` are there when a row asked for any.
+    None until the push where the draw waits for it. ``scores`` are there when a row asked for any,
+    ``known`` once the tokens were read.
     """
 
     rows: tuple[Row, ...]
     reported: mx.array | None = None
     scores: Scores | None = None
+    known: tuple[list[Sampled], list[Fault]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class _Undrawn:
     inputs: mx.array
     positions: tuple[int, ...]
     state: list[mx.array]
+    masks: Future[Masks] | None
 
 
 class Drawing:
@@ -55,12 +59,22 @@ class Drawing:
     def __init__(self, sampler: Sampler, masks: MaskMaker) -> None:
         self._sampler = sampler
         self._masks = masks
+        self._launches = mx.default_device() == mx.gpu
         self._undrawn: list[_Undrawn] = []
         self._unstarted: list[mx.array] = []
+        self._unfollowed: list[Drawn] = []
 
     def rest(self) -> None:
         """No rows are left: keep nothing of the last ones."""
         self._sampler.rest()
+        self._unfollowed = []
+
+    def look_ahead(self) -> None:
+        """Wait for what rows with a grammar drew last, if the next launch is going to take long."""
+        if self._launches:
+            for drawn in self._unfollowed:
+                if drawn.reported is not None:
+                    read(drawn)
 
     def draw(
         self, rows: Sequence[Row], inputs: mx.array, logits: mx.array, state: list[mx.array]
@@ -71,24 +85,31 @@ class Drawing:
         of a draw that waits come from :meth:`push`.
         """
         positions = tuple(row.processed for row in rows)
-        undrawn = _Undrawn(Drawn(tuple(rows)), logits, inputs, positions, state)
-        launches = mx.default_device() == mx.gpu
-        reads = self._sampler.reads([row.sampler for row in rows])
-        if reads or any(row.matcher is not None for row in rows):
+        bound = any(row.matcher is not None for row in rows)
+        masks = self._begin_masks(rows) if bound and self._is_ahead() else None
+        undrawn = _Undrawn(Drawn(tuple(rows)), logits, inputs, positions, state, masks)
+        if bound or self._sampler.reads([row.sampler for row in rows]):
             self._undrawn.append(undrawn)
-            if launches:
+            if self._launches:
                 start([logits, *state])
+            if bound:
+                self._unfollowed.append(undrawn.drawn)
             return undrawn.drawn, []
         faults = self._sample(undrawn)
-        if launches:
+        if self._launches:
             self._start()
         return undrawn.drawn, faults
+
+    def _is_ahead(self) -> bool:
+        """Whether all matchers have followed all that was drawn."""
+        self._unfollowed = [drawn for drawn in self._unfollowed if drawn.known is None]
+        return self._launches and not self._unfollowed
 
     def push(self) -> list[Fault]:
         """Build the draws that waited for it, and start all that were built."""
         undrawn, self._undrawn = self._undrawn, []
-        making = [self._begin_masks(u.drawn.rows) for u in undrawn]
-        if undrawn and mx.default_device() == mx.cpu:
+        making = [u.masks or self._begin_masks(u.drawn.rows) for u in undrawn]
+        if undrawn and not self._launches:
             # Computes the forward pass here and now, beside the masks.
             start([array for u in undrawn for array in (u.logits, *u.state)])
         faults: list[Fault] = []
@@ -124,6 +145,12 @@ class Drawing:
 
 def read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
     """Wait for tokens; what the rows sampled, each followed by its matcher, and who failed."""
+    if drawn.known is None:
+        drawn.known = _read(drawn)
+    return drawn.known
+
+
+def _read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
     assert drawn.reported is not None
     figures = {} if drawn.scores is None else drawn.scores.read()
     sampled: list[Sampled] = []

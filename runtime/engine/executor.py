@@ -144,6 +144,8 @@ class MLXDevice:
         parts, forward = self._opened()
         states = parts.states
         step = _Step(plan.step, time.perf_counter())
+        if plan.decode:
+            forward.look_ahead()
         for keep in plan.keep:
             kept = states.keep(keep, self._rows, forward)
             step.kept.append((self._rows.get(keep.row), kept))

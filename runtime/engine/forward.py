@@ -144,6 +144,10 @@ class Forward:
             faults += failed
         return done, faults
 
+    def look_ahead(self) -> None:
+        """Read tokens that the next step's masks need, where they can be made meanwhile."""
+        self._drawing.look_ahead()
+
     def push(self) -> list[Fault]:
         """Start the draws; the tokens of the step before are known. Returns rows that failed."""
         return self._drawing.push()
