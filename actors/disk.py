@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import trio
 
+from mlx_troupe.runtime.heap import cut_heap
 from mlx_troupe.runtime.prefix.entries import Kind
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.spill.index import FileKey, Near
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
+
+from .background import on_spare_time
 
 T = TypeVar("T")
 
@@ -155,8 +159,9 @@ class FolderDisk:
         """As :meth:`Disk.save`."""
         ids, kind = candidate.ids, candidate.kind
         entry = SpillEntry(candidate.namespace, ids, kind, candidate.cuttable)
-        origin = candidate.origin
-        return await self._on_thread(lambda: self._store.save(entry, state, origin))
+        work = partial(self._store.save, entry, state, candidate.origin)
+        # What a crash would cost a row that runs grows with every second that a write takes.
+        return await self._on_thread(work, hurried=candidate.is_urgent)
 
     async def load(self, entry: OnDisk) -> Loaded:
         """As :meth:`Disk.load`."""
@@ -168,6 +173,17 @@ class FolderDisk:
         """As :meth:`Disk.reject`."""
         await self._on_thread(lambda: self._store.drop(FileKey(entry.name)))
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        """Wait for the disk; one that may never answer is left to itself on cancellation."""
-        return await trio.to_thread.run_sync(work, limiter=self._lanes, abandon_on_cancel=True)
+    async def _on_thread(self, work: Callable[[], T], *, hurried: bool = True) -> T:
+        """Wait for the disk; one that may never answer is left to itself on cancellation.
+
+        What a state's bytes took on the thread's heap is given back: the thread may end, or idle.
+        """
+
+        def work_then_tidy() -> T:
+            try:
+                return work()
+            finally:
+                cut_heap()
+
+        job = work_then_tidy if hurried else partial(on_spare_time, work_then_tidy)
+        return await trio.to_thread.run_sync(job, limiter=self._lanes, abandon_on_cancel=True)

@@ -446,7 +446,7 @@ def test_no_memory_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("mlx_troupe.runtime.spill.format.np.empty", refuse)
+    monkeypatch.setattr("mlx_troupe.runtime.spill.format.own_pages", refuse)
     with pytest.raises(kinds.NoMemory):
         store.load(OTHER.key)
     monkeypatch.undo()

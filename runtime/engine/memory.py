@@ -6,12 +6,12 @@ process's, so there is one owner: the device. Runs on the device thread.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import sys
 
 import mlx.core as mx
+
+from ..heap import trim_heaps
 
 _CACHE_SHARE = 20
 _CUDA_CACHE_SHARE = 8
@@ -20,12 +20,6 @@ _LEAST_CACHE, _MOST_CACHE = 256 << 20, 2 << 30
 _NODES_PER_GRAPH = "50"
 """Of MLX's CUDA graphs. On an H200 the first launch waits too long for a hundred, MLX's own choice:
 decode steps of 16 rows took 4.5 ms instead of 5.6 on average, and far more evenly."""
-
-_M_TRIM_THRESHOLD = -1
-_TRIM_THRESHOLD = 64 << 20
-"""What glibc's own rule arrives at once large blocks were freed."""
-_LARGE_CHUNK = 100 << 10
-"""Large enough for free() to look at the end of the heap, and below the least mmap threshold."""
 
 
 class MemoryLimits:
@@ -87,18 +81,4 @@ def give_back() -> None:
     # Requests that were cut leave cycles of frames behind, which nothing else would free for long.
     gc.collect()
     mx.clear_cache()
-    if sys.platform == "linux":
-        _trim(ctypes.CDLL(None))
-
-
-def _trim(libc: ctypes.CDLL) -> None:
-    """Empty glibc's heaps; does nothing with another C library."""
-    if not hasattr(libc, "malloc_trim"):
-        return
-    libc.malloc_trim(0)
-    # It leaves the end of a thread's heap alone, up to 64 MiB here. Freeing anything of 64 KiB or
-    # more cuts that end, if the threshold lets it.
-    libc.malloc.restype = ctypes.c_void_p
-    libc.mallopt(_M_TRIM_THRESHOLD, 0)
-    libc.free(ctypes.c_void_p(libc.malloc(_LARGE_CHUNK)))
-    libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+    trim_heaps()

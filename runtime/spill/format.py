@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..heap import own_pages
 from ..prefix.entries import Kind
 from .faults import Corrupt, ForeignVersion
 from .state import ITEM_BYTES, HostArray, HostLayer, HostState, Meta
@@ -183,7 +184,7 @@ def read_state(file: BinaryIO, header: Header, *, verify: bool) -> HostState:
         OSError: the file cannot be read.
     """
     total = max((array.stop for layer in header.layers for array in layer.arrays), default=0)
-    buffer = np.empty(total, np.uint8).data
+    buffer = own_pages(total)
     layers = []
     for index, form in enumerate(header.layers):
         arrays = []
