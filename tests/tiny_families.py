@@ -58,8 +58,7 @@ GEMMA4: dict[str, Any] = {
 }
 
 # A gated-delta layer and one of attention, twice.
-QWEN3_5: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
+GATED_DELTA: dict[str, Any] = {
     **ATTENTION,
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -69,6 +68,10 @@ QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
+}
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    **GATED_DELTA,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,

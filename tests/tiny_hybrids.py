@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_families import ATTENTION, WINDOW
+from tiny_families import ATTENTION, GATED_DELTA, WINDOW
 
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 4,
@@ -69,15 +69,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "time_step_limit": [0.0, 100.0],
     },
     "qwen3_next": {
-        **ATTENTION,
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
+        **GATED_DELTA,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "decoder_sparse_step": 1,
