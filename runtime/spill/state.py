@@ -18,6 +18,8 @@ from itertools import pairwise
 from math import prod
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 Bytes: TypeAlias = bytes | memoryview
 Meta: TypeAlias = tuple[tuple[str, int | float | str], ...]
 
@@ -38,6 +40,7 @@ ITEM_BYTES = {
     "complex64": 8,
 }
 """Bytes of one item by MLX's name of its type."""
+_PIECE = 1 << 20
 
 
 class StateMismatch(ValueError):
@@ -223,7 +226,7 @@ def _cut_array(array: HostArray, axis: int | None, start: int, stop: int) -> Hos
         return array
     shape = (*array.shape[:axis], stop - start, *array.shape[axis + 1 :])
     slices = token_runs(array, axis, start, stop)
-    return HostArray(array.dtype, shape, slices[0] if len(slices) == 1 else b"".join(slices))
+    return HostArray(array.dtype, shape, slices[0] if len(slices) == 1 else _joined(slices))
 
 
 def _join_layer(parts: tuple[HostLayer, ...]) -> HostLayer:
@@ -245,7 +248,19 @@ def _join_arrays(parts: tuple[HostArray, ...], axis: int | None) -> HostArray:
     last = parts[-1]
     shape = (*last.shape[:axis], tokens, *last.shape[axis + 1 :])
     rows = zip(*(token_runs(part, axis, 0, part.shape[axis]) for part in parts), strict=True)
-    return HostArray(last.dtype, shape, b"".join(run for row in rows for run in row))
+    return HostArray(last.dtype, shape, _joined([run for row in rows for run in row]))
+
+
+def _joined(runs: Sequence[memoryview]) -> memoryview:
+    """All runs behind one another. Copied in pieces, since nobody else's Python runs meanwhile."""
+    joined = np.empty(sum(map(len, runs)), np.uint8).data
+    at = 0
+    for run in runs:
+        for first in range(0, len(run), _PIECE):
+            piece = run[first : first + _PIECE]
+            joined[at : at + len(piece)] = piece
+            at += len(piece)
+    return joined.toreadonly()
 
 
 def _but(array: ArrayShape, axis: int) -> tuple[int, ...]:
