@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.actors.system import open_runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
+from mlx_troupe.runtime.grammars import Grammar, RegexGrammar
+from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme
 from mlx_troupe.runtime.requests import (
     GenerationRequest,
     Sampling,
@@ -31,6 +34,7 @@ from mlx_troupe.runtime.resume.files import MAX_FILES, RecordFiles
 from mlx_troupe.runtime.resume.identity import Asked, identity_of
 from mlx_troupe.runtime.resume.records import Record
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.text.testing import ByteTokenizer
 
 FIGURES = tuple(TokenLogprobs(-0.5, ((n, -0.5), (n + 1, float("-inf")))) for n in range(3))
 RECORD = Record("ab12", 2**64 - 1, (70_000, 5, 6), FIGURES)
@@ -214,3 +218,56 @@ async def test_an_answer_outlives_its_runtime(family: str, tmp_path: Path) -> No
             stats = runtime.scheduler.core.stats()
             assert stats.generated_tokens <= expected.usage.completion_tokens - 12
         assert not list((tmp_path / "cache" / "answers").iterdir())
+
+
+PROMPT, SAID = 40, 12
+
+
+def _tokens_in(path: Path) -> int:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return int(header["__metadata__"]["length"])
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize(
+    ("kv", "grammar"),
+    [(PLAIN_KV, RegexGrammar("[ -~]{300}")), (AffineKV(8), None)],
+    ids=["grammar", "encoded"],
+)
+async def test_what_the_newest_state_lacks_is_computed_again(
+    kv: KVScheme, grammar: Grammar | None, tmp_path: Path
+) -> None:
+    """As after a crash while a state was written: the answer is that of one run."""
+    settings = Settings(
+        make_checkpoint(tmp_path / "model", vocab_size=300, hidden_size=256, head_dim=64),
+        "tiny",
+        batch=2,
+        kv=kv,
+        ssd_cache=tmp_path / "cache",
+        generation_checkpoint=4,
+    )
+    sampling = SamplingRequest(temperature=1.0, seed=11, logit_bias=((EOS, -100.0),))
+    ask = GenerationRequest(
+        TokenPrompt(prompt(PROMPT, 3)), sampling, max_tokens=40, logprobs=1, grammar=grammar
+    )
+    without = replace(settings, ssd_cache=None)
+    async with open_runtime(without, tokenizer=ByteTokenizer()) as runtime:
+        expected = await whole(runtime, ask)
+    async with open_runtime(settings, tokenizer=ByteTokenizer()) as runtime:
+        assert await interrupted(runtime, ask, SAID)
+        await runtime.flush_cache(10)
+    for path in (tmp_path / "cache").glob("*.safetensors"):
+        if _tokens_in(path) > PROMPT + SAID // 2:
+            path.unlink()
+    async with open_runtime(settings, tokenizer=ByteTokenizer()) as runtime:
+        again = await whole(runtime, ask)
+        stats = runtime.scheduler.core.stats()
+    # Of encoded keys a prefill sees more than single steps did: what was said stands all the same.
+    same = slice(SAID if grammar is None else None)
+    ids, others = ([s.chosen.id for s in answer.scores] for answer in (again, expected))
+    assert ids[same] == others[same]
+    assert again.usage.completion_tokens == len(ids)
+    assert again.reason == expected.reason
+    assert stats.generated_tokens <= len(ids) - SAID
+    assert stats.prefilled_tokens >= SAID // 2 - 1
