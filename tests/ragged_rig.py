@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tiny import load_oracle, make_checkpoint, prompt
 from tiny_hybrids import HYBRIDS
 
@@ -123,6 +123,23 @@ class Troupe:
             at = self.batch.length(row) - self.starts[row]
             assert_equal(logits[i], self.expected[row][at : at + columns])
         self.batch.commit(columns if kept is None else kept)
+
+    def poison(self, row: int, columns: int = 1) -> None:
+        """Make a row's state NaN and take a step: that row's logits are none, all others are."""
+        bad = RowId(row)
+        length = self.batch.length(bad)
+        caches = self.batch.export(bad, length)
+        for layer in caches:
+            if isinstance(layer, ArraysCache):
+                layer.cache = [x * mx.nan for x in layer.cache]
+            else:
+                layer.keys, layer.values = layer.keys * mx.nan, layer.values * mx.nan
+        self.batch.leave(bad)
+        self.batch.join(bad, caches, length)
+        logits = self.forward(columns)
+        for i, name in enumerate(self.batch.rows):
+            assert bool(mx.isfinite(logits[i]).all().item()) is (name != bad)
+        self.batch.commit(columns)
 
     def prefill(self, counts: Mapping[int, int]) -> None:
         """One pass over the rows' next tokens, right-padded, as many of each as ``counts`` says."""

@@ -62,6 +62,7 @@ def shape(draw: random.Random) -> GenerationRequest:
         frequency_penalty=draw.choice((None, -0.5)) if maybe else None,
         logit_bias=((5, -100.0), (9, 2.0)) if draw.random() < 0.1 else (),
         xtc_probability=0.5 if draw.random() < 0.1 else None,
+        curve=((-9.0, -15.0), (-3.0, -2.0), (0.0, 0.0)) if draw.random() < 0.1 else None,
     )
     stop = ("qz",) if draw.random() < 0.1 else ()
     return GenerationRequest(TokenPrompt(tuple(ids)), sampling, draw.choice((1, 3, 9, 24)), stop)

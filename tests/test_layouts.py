@@ -91,17 +91,8 @@ def test_a_poisoned_row_hurts_nobody() -> None:
         for row, length in enumerate((30, 25, 40)):
             troupe.add(row, length)
         troupe.step()
-        bad = RowId(poisoned_row)
-        caches = troupe.batch.export(bad, troupe.batch.length(bad))
-        for cache in caches:
-            cache.keys, cache.values = cache.keys * float("nan"), cache.values * float("nan")
-        troupe.batch.leave(bad)
-        troupe.batch.join(bad, caches)
-        logits = troupe.forward(1)
-        for i, row in enumerate(troupe.batch.rows):
-            assert bool(mx.isfinite(logits[i]).all().item()) is (row != bad)
-        troupe.batch.commit(1)
-        troupe.drop(bad, poisoned=True)
+        troupe.poison(poisoned_row)
+        troupe.drop(poisoned_row, poisoned=True)
         troupe.step()
         troupe.add(7, 3)
         troupe.step(4)

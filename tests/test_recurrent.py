@@ -169,19 +169,8 @@ def test_a_poisoned_row_hurts_nobody(name: str) -> None:
         for row, length in enumerate((30, 25, 40)):
             troupe.add(row, length)
         troupe.step()
-        bad = RowId(poisoned_row)
-        length = troupe.batch.length(bad)
-        caches = troupe.batch.export(bad, length)
-        for cache in caches:
-            if isinstance(cache, ArraysCache):
-                cache.cache = [x * float("nan") for x in cache.cache]
-        troupe.batch.leave(bad)
-        troupe.batch.join(bad, caches, length)
-        logits = troupe.forward(1)
-        for i, row in enumerate(troupe.batch.rows):
-            assert bool(mx.isfinite(logits[i]).all().item()) is (row != bad)
-        troupe.batch.commit(1)
-        troupe.drop(bad, poisoned=True)
+        troupe.poison(poisoned_row)
+        troupe.drop(poisoned_row, poisoned=True)
         troupe.step()
         troupe.add(7, 3)
         troupe.step(4)
