@@ -23,7 +23,7 @@ class _Product:
     """The joint product: remembers its result until the last sibling has taken its part."""
 
     def __init__(self, joint: nn.Module, ends: Sequence[int]) -> None:
-        self._joint: Any = joint
+        self.joint: Any = joint
         self._ends = list(ends)
         self._input: mx.array | None = None
         self._output: mx.array | None = None
@@ -31,7 +31,7 @@ class _Product:
     def part(self, index: int, x: mx.array) -> mx.array:
         """What sibling ``index`` makes of ``x``."""
         if self._input is not x or self._output is None:
-            self._input, self._output = x, self._joint(x)
+            self._input, self._output = x, self.joint(x)
         first = self._ends[index - 1] if index else 0
         made = self._output[..., first : self._ends[index]]
         if index == len(self._ends) - 1:
@@ -70,6 +70,12 @@ def fuse_projections(model: nn.Module) -> int:
                 _fuse(parts)
                 made += 1
     return made
+
+
+def joint_products(model: nn.Module) -> list[nn.Module]:
+    """The modules that compute the joint products; the model's own modules do not name them."""
+    fused: list[Any] = [m for m in model.modules() if type(m) in _FUSED.values()]
+    return list({id(m.product): m.product.joint for m in fused}.values())
 
 
 def _are_alike(parts: Sequence[Any]) -> bool:

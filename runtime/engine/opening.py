@@ -24,8 +24,9 @@ from ..settings import Dtype
 from .adapters import Adapters
 from .batch import why_not_batchable
 from .encodable import plan_for
+from .expanding import expand_for_many
 from .forward import Forward
-from .fusing import fuse_projections
+from .fusing import fuse_projections, joint_products
 from .hosting import Hosting
 from .kvplan import KVPlan
 from .masks import MaskMaker
@@ -75,6 +76,7 @@ def load_parts(options: Options) -> Parts:
     model: Any = checkpoint.model
     if options.replay:
         fuse_projections(model)
+        expand_for_many([*model.modules(), *joint_products(model)])
     kind = state_kind(model)
     reason = kind.obstacle or why_not_batchable(model) or ""
     plan, reason = plan_for(model, options.kv, options.path, reason)

@@ -1,0 +1,110 @@
+"""Quantized weights that are expanded for a step of many rows, on CUDA.
+
+MLX's quantized product there costs almost as much again for every row, where expanding a weight and
+multiplying it on the tensor cores costs the same for all. From how many rows on is measured at
+load. Runs on the device thread; owns that figure.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_ROWS = (4, 8, 16, 32, 64)
+_REPEATS = 4
+
+
+class ExpandingLinear(nn.QuantizedLinear):
+    """A QuantizedLinear that expands its weight for ``many`` rows or more."""
+
+    many: float = math.inf
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.size < self.many * x.shape[-1]:
+            return super().__call__(x)
+        made = _multiplied(self, x)
+        return made + self.bias if "bias" in self else made
+
+
+class ExpandingEmbedding(nn.QuantizedEmbedding):
+    """A QuantizedEmbedding that does so as an output layer."""
+
+    many: float = math.inf
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits [..., V] of ``x`` [..., K]."""
+        if x.size < self.many * x.shape[-1]:
+            made: mx.array = super().as_linear(x)
+            return made
+        return _multiplied(self, x)
+
+
+_EXPANDING: dict[type, type] = {
+    nn.QuantizedLinear: ExpandingLinear,
+    nn.QuantizedEmbedding: ExpandingEmbedding,
+}
+
+
+def expanded(module: Any) -> mx.array:
+    """The weight [N, K] of a quantized module in the type of its scales."""
+    return mx.dequantize(
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
+def expand_for_many(modules: Iterable[nn.Module]) -> float:
+    """Make the quantized ones of these modules expanding ones where that is faster.
+
+    Returns from how many rows on; infinity = never, and nothing was changed.
+    """
+    found: list[Any] = [module for module in modules if type(module) in _EXPANDING]
+    linear = [module for module in found if type(module) is nn.QuantizedLinear]
+    if not linear or not mx.cuda.is_available() or mx.default_device() != mx.gpu:
+        return math.inf
+    many = faster_from(max(linear, key=_size))
+    if many < math.inf:
+        for module in found:
+            module.__class__, module.many = _EXPANDING[type(module)], many
+    return many
+
+
+def _size(module: Any) -> int:
+    return int(module.weight.size)
+
+
+def faster_from(module: Any) -> float:
+    """The least number of rows from which expanding wins each time."""
+    inner = module.weight.shape[1] * 32 // module.bits
+    best = math.inf
+    for rows in reversed(_ROWS):
+        x = mx.ones((rows, 1, inner), module.scales.dtype)
+        mx.eval(x)
+        if _seconds(partial(_multiplied, module, x)) >= _seconds(partial(module, x)):
+            break
+        best = rows
+    return best
+
+
+def _multiplied(module: Any, x: mx.array) -> mx.array:
+    return x @ expanded(module).T
+
+
+def _seconds(product: Callable[[], mx.array]) -> float:
+    """The least of some runs; the first compiles."""
+    taken: list[float] = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        mx.eval(product(), product())
+        taken.append(time.perf_counter() - began)
+    return min(taken)
