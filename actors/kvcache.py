@@ -140,7 +140,7 @@ class KVCacheActor:
                 self._release(self.core.end_all_leases())
             case Crowded(nbytes):
                 self._headroom.missed(nbytes)
-                self._release(self.core.make_room(nbytes))
+                self._release(self.core.make_room(nbytes, missed=True))
             case Pressed():
                 pass  # it only woke us: see _make_way
             case Clear(reply):

@@ -109,6 +109,7 @@ class PrefixStats:
         set_aside_bytes: of ``budget_bytes``, what is left to states that are not entries.
         handed_over: states of more than half the budget that a row took with it.
         pressed_out: of ``evictions``, those for want of memory on the device.
+        missed: states that the device did not keep, since there was no room for them.
     """
 
     entries: int
@@ -130,3 +131,4 @@ class PrefixStats:
     set_aside_bytes: int = 0
     handed_over: int = 0
     pressed_out: int = 0
+    missed: int = 0

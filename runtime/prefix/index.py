@@ -21,7 +21,7 @@ from .worth import choose, inherit, note_use, num_weighed
 
 _COUNTS = (
     *("hits", "misses", "tokens_reused", "puts", "refused"),
-    *("evictions", "evicted_tokens", "handed_over", "pressed_out"),
+    *("evictions", "evicted_tokens", "handed_over", "pressed_out", "missed"),
 )
 
 
@@ -205,8 +205,9 @@ class PrefixCore:
         self._aside = min(nbytes, self._budget)
         return self._make_room()
 
-    def make_room(self, nbytes: int) -> tuple[SnapshotId, ...]:
-        """Have so much of the budget free now, for a state that is about to be made."""
+    def make_room(self, nbytes: int, *, missed: bool = False) -> tuple[SnapshotId, ...]:
+        """Have so much free, for a state about to be made, or like one that there was none for."""
+        self._counts["missed"] += missed
         return self._evict(self._budget - max(nbytes, self._aside))
 
     def relieve(self, nbytes: int) -> tuple[SnapshotId, ...]:
@@ -339,8 +340,7 @@ class PrefixCore:
 
     def _nearest(self, ids: Sequence[int], namespace: str) -> Nearest | None:
         tree = self._trees.get(namespace)
-        found = tree.nearest(ids) if tree is not None else None
-        if found is None:
+        if tree is None or (found := tree.nearest(ids)) is None:
             return None
         entry, shared = found
         rest = self._ids_of(entry)[shared : shared + AROUND]
