@@ -53,11 +53,11 @@ def test_a_single_bit_of_a_state_would_be_noticed(tmp_path: Path) -> None:
         tiers = Tiers(tmp_path, "plain", logits, CHUNK)
         device, _ = tiers.open()
         text = tuple(range(2, 41 + NEXT))
-        row, _ = device.start(text[:40])
+        row, _ = device.begin(text[:40])
         cold, kept = device.read(row, text[39:], keep=39)
-        state = device.export(kept, 39)
+        state = device.export(kept)
         for changed, alike in ((state, True), (tampered(state), False)):
-            row, _ = device.start(text[:40], FromSnapshot(device.restore(changed), 39))
+            row, _ = device.begin(text[:40], FromSnapshot(device.restore(changed), 39))
             found, _ = device.read(row, text[39:])
             assert same(cold, found) == alike
         device.device.close()

@@ -18,26 +18,20 @@ import mlx.core as mx
 import numpy as np
 import tiny
 import tiny_hybrids
+from device_rig import Driver, start_row
 from kv_rig import CONFIG, FLIP, TOLERANCE
 from spill_rig import Fast
 from tiny_families import FAMILIES as TINY
 
 from mlx_troupe.runtime.device import (
-    Cold,
     FromSnapshot,
     KeepRow,
-    ModelInfo,
     PrefillRow,
     RowId,
     SnapshotId,
     SnapshotMade,
-    Source,
-    StartRow,
     StepDone,
-    StepId,
-    StepPlan,
 )
-from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.kvschemes import (
     PLAIN_KV,
@@ -47,8 +41,7 @@ from mlx_troupe.runtime.kvschemes import (
     PerLayerKV,
     TurboKV,
 )
-from mlx_troupe.runtime.requests import Sampling
-from mlx_troupe.runtime.spill.state import HostLayer, HostState
+from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 
 NEXT = 8
@@ -128,38 +121,28 @@ def recorded() -> Iterator[Logits]:
         Sampler.draw = draw  # type: ignore[method-assign]
 
 
-class Forced:
+class Forced(Driver):
     """A device whose rows read a given text, whatever they draw. ``chunk``: tokens of a prefill."""
 
     def __init__(self, path: Path, kv: KVScheme, logits: Logits, chunk: int) -> None:
-        self.device = MLXDevice(path, name="tiny", dtype="float32", kv=kv)
-        self.info: ModelInfo = self.device.open()
+        super().__init__(path, kv=kv)
         self._logits = logits
         self._chunk = chunk
         self._rows = count(1)
-        self._steps = count(1)
         self._snapshots = count(1)
 
-    def step(self, **parts: Any) -> StepDone:
-        """Launch, push and settle; no row may fail."""
-        self.device.launch(StepPlan(StepId(next(self._steps)), **parts))
-        self.device.push()
-        done = self.device.settle()
-        assert not done.failed, done.failed
-        return done
-
-    def start(
+    def begin(
         self, ids: Sequence[int], source: FromSnapshot | None = None, pause: int = 0
     ) -> tuple[RowId, SnapshotId]:
         """A row, prefilled but for its last id; a chunk ends at ``pause``, where it is kept."""
         row, snapshot = RowId(next(self._rows)), SnapshotId(next(self._snapshots))
-        made_from: Source = source or Cold()
-        self.step(start=(StartRow(row, tuple(ids), Sampling(), made_from),))
+        self.step(start=(start_row(row, ids, source),))
         have = 0 if source is None else source.length
         if pause:
             self._prefill(row, have, pause)
-            self.step(keep=(KeepRow(row, pause, snapshot),))
+            self.keep(row, pause, snapshot)
         self._prefill(row, pause or have, len(ids) - 1)
+        assert not self.failed, self.failed
         return row, snapshot
 
     def read(
@@ -177,9 +160,8 @@ class Forced:
             self._logits.clear()
             asked = {"keep": (KeepRow(row, keep, snapshot),)} if keep and not at else {}
             done = self.step(decode=(row, *company), **asked)
-            if asked:
-                assert isinstance(done.kept[0], SnapshotMade), done.kept
             found.append(self._of(row, done))
+        assert not keep or isinstance(self.kept[snapshot], SnapshotMade), self.kept[snapshot]
         return found, snapshot
 
     def force(self, row: RowId, token: int) -> None:
@@ -189,13 +171,6 @@ class Forced:
     def end(self, *rows: RowId) -> None:
         """Rows leave."""
         self.step(end=rows)
-
-    def export(self, snapshot: SnapshotId, length: int) -> HostState:
-        """A kept state as bytes, a layer at a time."""
-        layers: list[HostLayer] = []
-        while part := self.device.export(snapshot, len(layers), 1):
-            layers += part
-        return HostState(length, tuple(layers))
 
     def restore(self, state: HostState) -> SnapshotId:
         """A state that was read back."""
@@ -250,16 +225,16 @@ class Tiers:
 
     def _compute(self, device: Forced, text: Ids, length: int, found: Results) -> Kept:
         """Cold runs, and the states that they leave."""
-        row, _ = device.start(text[: length + 1])
+        row, _ = device.begin(text[: length + 1])
         alone, lone = device.read(row, text[length:], keep=length)
         device.end(row)
-        row, _ = device.start(text[: length - DECODED + 1])
-        company, _ = device.start(BESIDE)
+        row, _ = device.begin(text[: length - DECODED + 1])
+        company, _ = device.begin(BESIDE)
         device.read(row, text[length - DECODED : length], company)
         device.force(row, text[length])
         beside, batched = device.read(row, text[length:], company, keep=length)
         device.end(row, company)
-        row, half = device.start(text[: length + 1], pause=length // 2)
+        row, half = device.begin(text[: length + 1], pause=length // 2)
         halves, _ = device.read(row, text[length:])
         device.end(row)
         found.cold[length] = Runs(alone, beside, halves)
@@ -269,13 +244,13 @@ class Tiers:
         """Runs from kept states, which are released."""
 
         def alone(kind: str, have: int) -> Logits:
-            row, _ = device.start(text[: length + 1], FromSnapshot(kept[kind][0], have))
+            row, _ = device.begin(text[: length + 1], FromSnapshot(kept[kind][0], have))
             logits, _ = device.read(row, text[length:])
             device.end(row)
             return logits
 
-        row, _ = device.start(text[: length + 1], FromSnapshot(kept["batched"][0], length))
-        company, _ = device.start((*BESIDE, *BESIDE[:DECODED]))
+        row, _ = device.begin(text[: length + 1], FromSnapshot(kept["batched"][0], length))
+        company, _ = device.begin((*BESIDE, *BESIDE[:DECODED]))
         beside, _ = device.read(row, text[length:], company)
         device.end(row, company)
         runs = Runs(alone("lone", length), beside, alone("half", length // 2))
@@ -286,7 +261,7 @@ class Tiers:
 
     def _write(self, device: Forced, store: SpillStore, text: Ids, kept: Kept) -> None:
         for kind, (snapshot, length) in kept.items():
-            state = device.export(snapshot, length)
+            state = device.export(snapshot)
             assert store.save(SpillEntry(kind, text[:length], "boundary", True), state)
 
     def _read(self, device: Forced, store: SpillStore, text: Ids, length: int) -> Kept:
