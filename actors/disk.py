@@ -82,6 +82,10 @@ class Disk(Protocol):
         """Whether a state, or one that covers it, is on the disk."""
         ...
 
+    def continued(self, candidate: Candidate) -> int:
+        """How many of a state's first tokens may be left out of what :meth:`save` is given."""
+        ...
+
     def stats(self) -> DiskStats:
         """Cheap."""
         ...
@@ -136,6 +140,10 @@ class FolderDisk:
         # A lookup leaves out the last id.
         hit = self._store.lookup((*candidate.ids, 0), candidate.namespace)
         return hit is not None and hit.length == len(candidate.ids)
+
+    def continued(self, candidate: Candidate) -> int:
+        """As :meth:`Disk.continued`."""
+        return self._store.continued(candidate.origin)
 
     def stats(self) -> DiskStats:
         """As :meth:`Disk.stats`."""

@@ -78,6 +78,10 @@ class ScriptedDisk:
         await self._spend("open", self.open_seconds)
         self.is_open = True
 
+    def continued(self, candidate: Candidate) -> int:
+        """Every state is kept whole."""
+        return 0
+
     async def save(self, candidate: Candidate, state: HostState) -> int:
         """Keep a state."""
         await self._spend(f"save {len(candidate.ids)}", self.save_seconds)

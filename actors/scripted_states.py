@@ -61,11 +61,13 @@ class ScriptedStates:
             self.arriving.pop(snapshot, None)
             self.made_with.pop(snapshot, None)
 
-    def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
+    def export(
+        self, snapshot: SnapshotId, first_layer: int, count: int, since: int = 0
+    ) -> tuple[HostLayer, ...]:
         """The ids, once a layer. Raises StateRefused for an unknown id."""
         if (ids := self.snapshots.get(snapshot)) is None:
             raise StateRefused(f"snapshot {snapshot} is not kept")
-        layer = self._layer(ids)
+        layer = self._layer(ids, since)
         return (layer,) * len(range(self.layers)[first_layer : first_layer + count])
 
     def import_state(
@@ -102,7 +104,8 @@ class ScriptedStates:
             raise StateRefused("its layers are not those of this model")
         return ids
 
-    def _layer(self, ids: tuple[int, ...]) -> HostLayer:
-        data = HostArray("int32", (len(ids),), array("i", ids).tobytes())
+    def _layer(self, ids: tuple[int, ...], since: int = 0) -> HostLayer:
         axis = 0 if self.model.can_trim(len(ids)) else None
+        told = ids if axis is None else ids[since:]
+        data = HostArray("int32", (len(told),), array("i", told).tobytes())
         return HostLayer(_KIND, (), (data,), (axis,))

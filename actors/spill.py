@@ -242,16 +242,19 @@ class SpillActor:
         layers: list[HostLayer] = []
         model = self._view.model
         self.queue.copies = model is None or model.launches_ahead
-        # A CPU copies nothing to let bytes go, so it need not be asked between many steps.
-        count = 1 if model is None or model.launches_ahead else ALL_LAYERS
+        since = self._disk.continued(candidate) if candidate.is_urgent else 0
+        # A CPU copies nothing to let bytes go, so it need not be asked between many steps; and what
+        # a running row has gained is little.
+        copies = (model is None or model.launches_ahead) and not since
+        count = 1 if copies else ALL_LAYERS
         while True:
             await self._after_restores(candidate)
             reply: Reply[tuple[HostLayer, ...]] = Reply()
-            self._gpu.post(Export(candidate.snapshot, len(layers), count, reply))
+            self._gpu.post(Export(candidate.snapshot, len(layers), count, reply, since))
             part = await reply.wait()
             layers += part
             if len(part) < count:
-                return HostState(len(candidate.ids), tuple(layers))
+                return HostState(len(candidate.ids), tuple(layers), since)
             size = sum(len(array.data) for layer in part for array in layer.arrays)
             if not candidate.is_urgent:
                 await self._rest(size / BUSY_EXPORT_RATE)

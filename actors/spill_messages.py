@@ -112,13 +112,14 @@ class FlushDisk:
 class Export:
     """Some layers of a kept state as bytes, between two steps; fewer at the state's end.
 
-    The reply is the layers, or StateRefused.
+    Its first ``since`` tokens are not needed. The reply is the layers, or StateRefused.
     """
 
     snapshot: SnapshotId
     first_layer: int
     count: int
     reply: Reply[tuple[HostLayer, ...]]
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)

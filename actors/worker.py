@@ -162,7 +162,9 @@ class Conductor:
     def _host(self, command: Export | Import) -> None:
         try:
             if isinstance(command, Export):
-                layers = self._device.export(command.snapshot, command.first_layer, command.count)
+                layers = self._device.export(
+                    command.snapshot, command.first_layer, command.count, command.since
+                )
                 self._post(Exported(command.reply, layers))
             else:
                 made = self._device.import_state(

@@ -309,8 +309,12 @@ class Device(Protocol):
         """Forget kept states. Unknown ids are ignored."""
         ...
 
-    def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
+    def export(
+        self, snapshot: SnapshotId, first_layer: int, count: int, since: int = 0
+    ) -> tuple[HostLayer, ...]:
         """Up to ``count`` layers of a kept state as bytes; fewer, or none, when they end there.
+
+        The first ``since`` tokens are left out of arrays in which tokens lie in order.
 
         Slices of a big state leave between steps. The bytes are nobody else's to change, and stay
         right when the state is released meanwhile. Raises StateRefused for an unknown id or for

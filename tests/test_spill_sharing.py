@@ -9,7 +9,8 @@ from spill_rig import NAMESPACE, ODD, Ticks, entry, entry_files, faults, opened,
 
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.prefix.entries import Origin
-from mlx_troupe.runtime.spill import store as store_module
+from mlx_troupe.runtime.spill import parents
+from mlx_troupe.runtime.spill.faults import Unfit
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState, nbytes
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 
@@ -102,7 +103,7 @@ def test_behind_a_damaged_file_a_state_is_written_whole(tmp_path: Path) -> None:
 
 def test_a_chain_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many files a state is written whole, and its chain starts anew."""
-    monkeypatch.setattr(store_module, "LONGEST_CHAIN", 8)
+    monkeypatch.setattr(parents, "LONGEST_CHAIN", 8)
     store = opened(tmp_path)
     made: SpillEntry | None = None
     for length in range(1, 13):
@@ -184,7 +185,7 @@ def saved_on_the_way(tmp_path: Path, lengths: tuple[int, ...], *, cuttable: bool
 
 def test_a_row_continues_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compared, and another row's longer state of the same ids is left alone."""
-    monkeypatch.setattr(store_module, "starts_with", None)
+    monkeypatch.setattr(parents, "starts_with", None)
     store = saved_on_the_way(tmp_path, (100, 150), cuttable=True)
     monkeypatch.undo()
     odd = entry(*IDS[:180])
@@ -231,3 +232,29 @@ def test_a_prompts_state_stays(tmp_path: Path) -> None:
     assert store.lookup((*IDS[:100], 0), NAMESPACE).length == 100
     assert store.lookup((*IDS[:150], 0), NAMESPACE).length == 100
     assert store.lookup((*IDS[:200], 0), NAMESPACE).length == 200
+
+
+def test_a_rows_delta_is_taken_only_behind_its_own_file(tmp_path: Path) -> None:
+    """Another row's state of the same ids may differ in its last bits."""
+    store = saved_on_the_way(tmp_path, (100, 150), cuttable=True)
+    mine, long = Origin(RowId(7), True), entry(*IDS[:200])
+    assert store.continued(mine) == 150
+    assert store.continued(Origin(RowId(8), True)) == store.continued(None) == 0
+    with pytest.raises(Unfit):
+        store.save(long, state(long, 150), Origin(RowId(8), True))
+    store.save(long, state(long, 150), mine)
+    assert store.continued(mine) == 200
+    assert opened(tmp_path).load(long.key).state == state(long)
+    store.drop(long.key)
+    assert store.continued(mine) == 0
+
+
+def test_a_row_that_changed_its_form_is_asked_for_all_of_it(tmp_path: Path) -> None:
+    """Its delta cannot be joined; the next state is whole."""
+    store = saved_on_the_way(tmp_path, (100, 150), cuttable=True)
+    mine = Origin(RowId(7), True)
+    keys = HostArray("uint8", (50, 40), bytes(2000))
+    encoded = HostState(200, (HostLayer("affine", (("bits", 8),), (keys,), (0,)),), 150)
+    with pytest.raises(Unfit):
+        store.save(entry(*IDS[:200]), encoded, mine)
+    assert store.continued(mine) == 0

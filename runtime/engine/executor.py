@@ -191,9 +191,11 @@ class MLXDevice:
         if self._parts is not None:
             self._parts.states.release(snapshots)
 
-    def export(self, snapshot: SnapshotId, first_layer: int, count: int) -> tuple[HostLayer, ...]:
+    def export(
+        self, snapshot: SnapshotId, first_layer: int, count: int, since: int = 0
+    ) -> tuple[HostLayer, ...]:
         """Some layers of a kept state as bytes. Raises StateRefused."""
-        return self._opened()[0].states.export(snapshot, first_layer, count)
+        return self._opened()[0].states.export(snapshot, first_layer, count, since)
 
     def import_state(
         self,

@@ -11,7 +11,7 @@ stream of their own, so that a step under way is not waited for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -69,19 +69,24 @@ class Hosting:
             self._forms = (self._likes(encoded), self._likes(caches))
 
     def export(
-        self, caches: list[Any], length: int, first: int, count: int
+        self, caches: list[Any], length: int, first: int, count: int, since: int = 0
     ) -> tuple[HostLayer, ...]:
         """Up to ``count`` layers, from ``first`` on, of a state of ``length`` tokens.
 
-        Raises StateRefused for layers that have no form as bytes.
+        Tokens before ``since`` are left out where tokens lie in order. Raises StateRefused for
+        layers that have no form as bytes.
         """
         if self._obstacle:
             raise StateRefused(self._obstacle)
         chosen = flatten(caches)[first : first + count]
         leaves = [_PARTS[type(cache)](cache) for cache in chosen]
+        axes = [_token_axis(leaf, length) for leaf in leaves]
         with mx.stream(self._stream):
+            if since:
+                leaves = [_since(leaf, since, a) for leaf, a in zip(leaves, axes, strict=True)]
             data = iter(_host_bytes([x for leaf in leaves for x in leaf.arrays]))
-        return tuple(_host_layer(leaf, length, data) for leaf in leaves)
+        pairs = zip(leaves, axes, strict=True)
+        return tuple(_host_layer(leaf, length, axis, data) for leaf, axis in pairs)
 
     def begin(self, state: HostState) -> Arrival:
         """Caches that will go on from ``state`` just as the exported ones do; none is made yet.
@@ -169,12 +174,27 @@ def _like(leaf: _Leaf, blank: Any) -> Like:
     return Like(leaf.kind, leaf.meta, arrays, leaf.by_token, leaf.window, blank)
 
 
-def _host_layer(leaf: _Leaf, length: int, data: Iterator[Bytes]) -> HostLayer:
-    turned = leaf.window is not None and length >= leaf.window
-    meta: Meta = (*leaf.meta, (SLOT, leaf.slot)) if turned else leaf.meta
-    axis = TOKENS if leaf.by_token and not turned else None
+def _has_turned(leaf: _Leaf, length: int) -> bool:
+    return leaf.window is not None and length >= leaf.window
+
+
+def _token_axis(leaf: _Leaf, length: int) -> int | None:
+    axis = TOKENS if leaf.by_token and not _has_turned(leaf, length) else None
     if axis is not None and any(x.shape[axis] != length for x in leaf.arrays):
         raise StateRefused(f"a {leaf.kind} layer does not hold exactly {length} tokens")
+    return axis
+
+
+def _since(leaf: _Leaf, since: int, axis: int | None) -> _Leaf:
+    """The layer without its first tokens."""
+    if axis is None:
+        return leaf
+    return replace(leaf, arrays=tuple(x[:, :, since:] for x in leaf.arrays))
+
+
+def _host_layer(leaf: _Leaf, length: int, axis: int | None, data: Iterator[Bytes]) -> HostLayer:
+    turned = _has_turned(leaf, length)
+    meta: Meta = (*leaf.meta, (SLOT, leaf.slot)) if turned else leaf.meta
     arrays = tuple(HostArray(_name(x.dtype), tuple(x.shape), next(data)) for x in leaf.arrays)
     return HostLayer(leaf.kind, meta, arrays, (axis,) * len(arrays))
 

@@ -100,12 +100,14 @@ class States:
         row.adapters = adapters
         return row
 
-    def export(self, snapshot: SnapshotId, first: int, count: int) -> tuple[HostLayer, ...]:
+    def export(
+        self, snapshot: SnapshotId, first: int, count: int, since: int
+    ) -> tuple[HostLayer, ...]:
         """See :meth:`~mlx_troupe.runtime.device.Device.export`."""
         caches, length = self._snapshots.whole(snapshot)
         if not length:
             raise StateRefused(f"snapshot {snapshot} is not kept")
-        return self._hosting.export(caches, length, first, count)
+        return self._hosting.export(caches, length, first, count, since)
 
     def restore(
         self,

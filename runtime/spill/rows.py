@@ -46,6 +46,12 @@ class RowFiles:
         with self._lock:
             return None if origin is None else self._last.get(origin.row)
 
+    def forget(self, origin: Origin | None) -> None:
+        """A row's last file is not to be continued."""
+        with self._lock:
+            if origin is not None:
+                self._last.pop(origin.row, None)
+
     def note(self, origin: Origin | None, key: FileKey, digest: str) -> None:
         """A state was written."""
         if origin is None:

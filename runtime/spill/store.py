@@ -10,9 +10,9 @@ never changed, so the worst is a miss.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..prefix.entries import Kind, Origin
@@ -22,10 +22,9 @@ from .files import Files
 from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
 from .index import FileKey, Near, SpillHit
-from .rows import LastFile, RowFiles
-from .sharing import LONGEST_CHAIN, fits, is_worth_sharing, starts_with
+from .parents import Parents
 from .shelf import Shelf
-from .state import HostState, StateMismatch, check_continues, cut_tokens, join
+from .state import HostState, StateMismatch, cut_tokens, join
 from .values import Restored, StoreStats
 
 
@@ -90,7 +89,7 @@ class SpillStore:
         self._clock = clock
         self._folder = SpillFolder(folder, Files() if files is None else files)
         self._shelf = Shelf(self._folder, max_bytes, clock)
-        self._rows = RowFiles()
+        self._parents = Parents(self._shelf, self._folder)
         self._is_full = False
 
     @property
@@ -132,31 +131,36 @@ class SpillStore:
         with self._shelf.lock:
             return key in self._shelf.books
 
+    def continued(self, origin: Origin | None) -> int:
+        """How many tokens of a row's next state need not be brought: its last file holds them."""
+        return self._parents.length(origin)
+
     def save(self, entry: SpillEntry, state: HostState, origin: Origin | None = None) -> int:
         """Write a state; returns the bytes once they are durable, 0 if it was here already.
 
-        A state with ``first`` > 0 is a delta behind the entry of the first ``first`` ids. Of a
-        whole one, too, only what lies behind an earlier entry is written, if that is the state's
-        beginning to the byte; ``origin`` saves comparing it with the row's last file. What a row
-        kept on the way is dropped when a later state of it is durable that does not cover it.
+        A state with ``first`` > 0 is a delta behind the entry of its first ids, which with
+        an ``origin`` must be the row's last file. Of a whole one, too, only what lies behind an
+        earlier entry is written, if that is the state's beginning to the byte; ``origin`` saves
+        comparing it with the row's last file. What a row kept on the way is dropped when a later
+        state of it is durable that does not cover it.
         """
         with self._shelf.counted():
             header = self._header(entry, state)
             self._shelf.sync()
             if self._renew(entry.key, header):
                 return 0
-            last = self._rows.last(origin)
-            with self._parent(entry, state, last) as above:
+            last = self._parents.last(origin)
+            with self._parents.pinned(entry.namespace, entry.ids, state, origin) as above:
                 if above:
                     state = cut_tokens(state, above[-1].length, state.length)
-                    header = self._continue(above[-1], header, state)
+                    header = self._parents.continued(above[-1], header, state, origin)
                 made = draft(header, state)
                 with self._shelf.room(made.header.size):
                     self._write(entry.key, made)
                     if not self._shelf.enter(entry.key, made.header, 0):
                         self._shelf.remove((file_name(entry.key),))
                         raise Unfit("what a delta continues went while it was written")
-            self._rows.note(origin, entry.key, made.header.digest)
+            self._parents.note(origin, entry.key, made.header.digest)
             if last is not None and last.runs and not entry.cuttable:
                 with suppress(SpillFault):
                     self.drop(last.key)
@@ -234,68 +238,6 @@ class SpillStore:
             parts.append(state)
         assert header is not None, "a chain has a first file"
         return header, parts
-
-    @contextmanager
-    def _parent(
-        self, entry: SpillEntry, state: HostState, last: LastFile | None
-    ) -> Iterator[tuple[Slot, ...]]:
-        """The files that a state continues, pinned; none for one that is written whole."""
-        if state.first:
-            key = key_of(entry.namespace, entry.ids[: state.first])
-            with self._shelf.pinned(key) as above:
-                if not above:
-                    raise Unfit(f"there is no state of the first {state.first} tokens")
-                yield above
-            return
-        namespace = namespace_digest(entry.namespace)
-        with self._shelf.lock:
-            found = self._shelf.books.prefixes(entry.ids, namespace)[:1]
-            if last is not None and last.key in self._shelf.books:
-                found = (last.key,)
-        with self._shelf.pinned(next(iter(found), None)) as above:
-            known = last is not None and last.ends(above)
-            yield above if self._begins(state, above, known) else ()
-
-    def _begins(self, state: HostState, chain: tuple[Slot, ...], known: bool) -> bool:
-        """Whether a whole state begins, to the byte, with what these files hold.
-
-        ``known``: it does, unless its form has changed.
-        """
-        if not 0 < len(chain) < LONGEST_CHAIN or chain[-1].length >= state.length:
-            return False
-        if not is_worth_sharing(state, chain[-1].length):
-            return False
-        try:
-            if known:
-                return fits(state, self._look(chain[-1]))
-            return starts_with(state, map(self._look, chain))
-        except SpillFault as fault:
-            self._shelf.count_fault(fault)
-            return False
-
-    def _look(self, slot: Slot) -> Header:
-        """The header of the very file in the books. Raises SpillFault."""
-        try:
-            header = self._folder.header(slot.key)
-        except SpillFault as fault:
-            self._shelf.reject(slot.key, slot.size, fault)
-            raise
-        if header.digest != slot.digest:
-            self._shelf.forget(slot.key)
-            raise Unfit("the file of the state to be continued was replaced")
-        return header
-
-    def _continue(self, above: Slot, header: Header, state: HostState) -> Header:
-        """The header of a delta, after a look at the file that it continues."""
-        parent = self._look(above)
-        if len(parent.layers) != len(state.layers):
-            raise Unfit(f"{len(state.layers)} layers behind {len(parent.layers)}")
-        try:
-            for before, after in zip(parent.layers, state.layers, strict=True):
-                check_continues(before, after)
-        except StateMismatch as error:
-            raise Unfit(str(error)) from error
-        return replace(header, first=state.first, parent=parent.digest)
 
     def _write(self, key: FileKey, made: Draft) -> None:
         try:
