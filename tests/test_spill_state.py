@@ -120,6 +120,15 @@ def test_a_cut_takes_the_tokens_that_numpy_would(state: HostState, data: st.Data
     assert nbytes(delta) == sum(len(a.data) for layer in delta.layers for a in layer.arrays)
 
 
+def test_long_arrays_are_copied_in_pieces_and_whole() -> None:
+    """More than a piece, and no whole number of them, from each of two states and two heads."""
+    array = numbered("uint8", (2, 5, 500_001), 3)
+    state = HostState(5, (HostLayer("plain", (), (array,), (1,)),))
+    parts = cut_tokens(state, 0, 2), cut_tokens(state, 2, 5)
+    assert bytes(parts[1].layers[0].arrays[0].data) == _view(array)[:, 2:].tobytes()
+    assert bytes(join(*parts).layers[0].arrays[0].data) == bytes(array.data)
+
+
 def plain(length: int, first: int = 0, **change: object) -> HostState:
     """A state of one layer with keys of ``length - first`` tokens."""
     values = {"kind": "plain", "meta": (("bits", 4),), "dtype": "float32", "heads": 2, **change}
