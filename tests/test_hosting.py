@@ -18,6 +18,7 @@ import tiny_hybrids
 from device_rig import Driver
 from kv_rig import CONFIG
 from mlx_lm.models.cache import CacheList, make_prompt_cache
+from tier_rig import recorded
 
 from mlx_troupe.runtime.device import (
     FromSnapshot,
@@ -27,7 +28,6 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.engine.hosting import Hosting
 from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN
-from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.engine.snapshots import arrays_of, compact, cut
 from mlx_troupe.runtime.errors import StateRefused
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, PerLayerKV, TurboKV
@@ -97,17 +97,10 @@ def drive() -> Iterator[Callable[..., Driver]]:
 
 
 @pytest.fixture
-def logits(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+def logits() -> Iterator[list[np.ndarray]]:
     """The logits of every draw, in order."""
-    seen: list[np.ndarray] = []
-    draw = Sampler.draw
-
-    def recording(self: Sampler, logits: mx.array, *rest: Any, **more: Any) -> Any:
-        seen.append(np.array(logits.astype(mx.float32)))
-        return draw(self, logits, *rest, **more)
-
-    monkeypatch.setattr(Sampler, "draw", recording)
-    return seen
+    with recorded() as seen:
+        yield seen
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -249,6 +242,21 @@ def test_layers_leave_in_slices(drive: Callable[..., Driver]) -> None:
     for size in (1, 2, 3):
         assert driver.export(KEPT, size).layers == whole
     assert driver.device.export(KEPT, 3, 1) == ()
+
+
+@pytest.mark.parametrize(("name", "kv"), FORMS, ids=lambda v: str(v))
+def test_what_a_row_gained_goes_behind_what_it_had(
+    name: str, kv: KVScheme, drive: Callable[..., Driver]
+) -> None:
+    """An earlier state and the later one without its tokens are, joined, the later one."""
+    driver = drive(name, kv)
+    driver.start(A, tiny.prompt(21))
+    driver.keep(A, 20, KEPT)
+    earlier = driver.export(KEPT)
+    driver.decode(8, A)
+    driver.keep(A, 28, OTHER)
+    gained = HostState(28, driver.device.export(OTHER, 0, 99, 20), 20)
+    assert join(earlier, gained) == driver.export(OTHER)
 
 
 def test_layers_arrive_in_slices(drive: Callable[..., Driver]) -> None:
