@@ -75,6 +75,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], KVScheme]] = {
 BESIDE = tiny.prompt(9, seed=77)
 """The prompt of the row that shares the batch."""
 
+NAMESPACES = {"half": "alone", "lone": "alone", "batched": "batched"}
+"""Of kept states: the whole one may be written as what it has beyond the half, if that is the same
+to the byte."""
+
 Logits = list[np.ndarray]
 Ids = tuple[int, ...]
 Kept = dict[str, tuple[SnapshotId, int]]
@@ -238,7 +242,7 @@ class Tiers:
         halves, _ = device.read(row, text[length:])
         device.end(row)
         found.cold[length] = Runs(alone, beside, halves)
-        return {"lone": (lone, length), "batched": (batched, length), "half": (half, length // 2)}
+        return {"half": (half, length // 2), "lone": (lone, length), "batched": (batched, length)}
 
     def _go_on(self, device: Forced, text: Ids, length: int, kept: Kept) -> Runs:
         """Runs from kept states, which are released."""
@@ -261,13 +265,15 @@ class Tiers:
 
     def _write(self, device: Forced, store: SpillStore, text: Ids, kept: Kept) -> None:
         for kind, (snapshot, length) in kept.items():
-            state = device.export(snapshot)
-            assert store.save(SpillEntry(kind, text[:length], "boundary", True), state)
+            cuttable = device.info.can_trim(length)
+            entry = SpillEntry(NAMESPACES[kind], text[:length], "boundary", cuttable)
+            assert store.save(entry, device.export(snapshot))
 
     def _read(self, device: Forced, store: SpillStore, text: Ids, length: int) -> Kept:
         kept: Kept = {}
-        for kind, have in (("lone", length), ("batched", length), ("half", length // 2)):
-            hit = store.lookup(text[: have + 1], kind)
+        for kind, have in (("half", length // 2), ("lone", length), ("batched", length)):
+            floor = device.info.trim_floor
+            hit = store.lookup(text[: have + 1], NAMESPACES[kind], trim_floor=floor)
             assert hit is not None
             assert hit.length == have
             kept[kind] = device.restore(store.load(hit.key, upto=have).state), have
