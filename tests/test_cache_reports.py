@@ -152,6 +152,7 @@ async def test_a_state_that_there_is_no_memory_for_costs_no_answer(
     async with open_runtime(Settings(folder, "tiny"), tokenizer=WordTokenizer()) as runtime:
         whole, end = await run(runtime, question(0))
         assert isinstance(end, Finished)
+        await runtime.scheduler.copied()
         await runtime.clear_cache()
 
         def refuse(caches: list[Any]) -> list[Any]:
