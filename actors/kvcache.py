@@ -12,6 +12,7 @@ from typing import assert_never
 
 import trio
 
+from mlx_troupe.runtime.budgets import kept_bytes
 from mlx_troupe.runtime.device import ModelInfo, RowId, SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
 from mlx_troupe.runtime.prefix.entries import Hit, Origin, namespace_of
@@ -218,6 +219,11 @@ class KVCacheActor:
         return explanation, on_disk
 
     def _answer(self, message: Lookup, hit: Hit | None) -> None:
+        if self._model is not None:
+            # A row of a large state is let in: what it leaves is not going to fit just so.
+            coming = kept_bytes(self._model, len(message.ids))
+            if self._headroom.bytes < coming <= self._budget:
+                self._release(self.core.make_room(coming))
         if hit is not None and self._tier is not None:
             self._tier.use(hit.snapshot, trio.current_time())
         self._scheduler.post(Found(message.row, hit))

@@ -27,7 +27,7 @@ from mlx_troupe.runtime.text.testing import ByteTokenizer
 MB = 10**6
 MEMORY = 200 * MB
 CLIENTS = 8
-WARM_UP = 200
+WARM_UP = 250
 AGAIN = 100
 """Prompts that are asked once more at the end: some of them have to come back from the disk."""
 AT_REST = 7.0
