@@ -226,6 +226,8 @@ def test_a_stop_tells_what_was_not_written(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == ""
     tell_of_flush(FlushReport(False, 2, 1, 3, 512, 1, 0, 1, 120.0, 7, 4096))
     assert "3 kept prompts were not written" in capsys.readouterr().err
+    tell_of_flush(FlushReport(False, 2, 1, 0, 0, 0, 0, 0, 120.0, 7, 4096))
+    assert "1 kept prompt was not written" in capsys.readouterr().err
 
 
 async def test_figures_cost_no_disk(autojump_clock: object) -> None:

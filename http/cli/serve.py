@@ -312,7 +312,8 @@ def tell_of_flush(report: FlushReport | None) -> None:
     """Say, at a stop, which prompts are lost; nothing when none are."""
     if report is not None and not report.durable:
         lost = max(report.missing, report.pending)
-        click.echo(f"SSD cache: {lost} kept prompts were not written.", err=True)
+        what = "1 kept prompt was" if lost == 1 else f"{lost} kept prompts were"
+        click.echo(f"SSD cache: {what} not written.", err=True)
 
 
 def _kept(model: ModelInfo) -> Iterator[str]:
