@@ -338,6 +338,8 @@ def main() -> None:
     # Expanded beforehand it is the same model, sooner loaded.
     options.served = expanded(options.model)
     RESULTS.mkdir(exist_ok=True)
+    # Whoever stops this stops its server, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     lines = [
         f"N = {options.every}. Median and most where two figures stand.",
         "",
