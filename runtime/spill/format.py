@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -186,16 +187,25 @@ def read_state(file: BinaryIO, header: Header, *, verify: bool) -> HostState:
     total = max((array.stop for layer in header.layers for array in layer.arrays), default=0)
     buffer = own_pages(total)
     layers = []
-    for index, form in enumerate(header.layers):
-        arrays = []
-        for array in form.arrays:
-            data = buffer[array.start : array.stop]
-            _fill(file, data)
-            if verify and sha256(data).hexdigest() != array.digest:
-                raise Corrupt(f"layer {index} is not what was written")
-            arrays.append(HostArray(array.dtype, array.shape, data.toreadonly()))
-        layers.append(HostLayer(form.kind, form.meta, tuple(arrays), form.token_axis))
+    # A tensor is hashed while the next one is read.
+    with ThreadPoolExecutor(1) as hasher:
+        hashing: list[Future[bool]] = []
+        for form in header.layers:
+            arrays = []
+            for array in form.arrays:
+                data = buffer[array.start : array.stop].toreadonly()
+                _fill(file, buffer[array.start : array.stop])
+                if verify:
+                    hashing.append(hasher.submit(_is_as_written, data, array))
+                arrays.append(HostArray(array.dtype, array.shape, data))
+            layers.append(HostLayer(form.kind, form.meta, tuple(arrays), form.token_axis))
+        if not all(done.result() for done in hashing):
+            raise Corrupt("a tensor is not what was written")
     return HostState(header.length, tuple(layers), header.first)
+
+
+def _is_as_written(data: memoryview, array: ArrayForm) -> bool:
+    return sha256(data).hexdigest() == array.digest
 
 
 def _write_header(header: Header) -> bytes:
