@@ -10,11 +10,13 @@ same time, however busy it is. (On a GPU steps overlap, and a turn lasts until n
 one side runs after the other.) Counted is the time of the turns up to the long prompt's first
 token: by the clock, and of this process on all cores. What disturbs the machine makes turns
 longer, never shorter, so each 2,048 tokens of the long prompt are also told at the least that they
-took in any pair. The short one's wait is told in seconds and in steps, beside the bound of
-``runtime/scheduling/turns.py``.
+took in any pair. Where a turn is a step it is also told what the steps that the short one was part
+of took beyond the long one's tokens in them, at the price of tokens there (a line through the
+other steps of the same run): all that the short one changes, without most of the noise. The short
+one's wait is told in seconds and in steps, beside the bound of ``runtime/scheduling/turns.py``.
 
-Imports the project's runtime/ and actors/, and of bench/ engine.py and rig.py; beside MLX, mlx-lm
-and their requirements it takes trio and msgspec. Needs no installation.
+Imports the project's runtime/ and actors/, and of bench/ engine.py, rig.py and sharing.py; beside
+MLX, mlx-lm and their requirements it takes trio and msgspec. Needs no installation.
 """
 
 from __future__ import annotations
@@ -25,11 +27,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import trio
@@ -37,10 +36,9 @@ import trio
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine import SHAPES, make_model, mx  # first: it puts a fast BLAS before MLX
+from sharing import KINDS, WINDOW, Run, Sharing
 
 from mlx_troupe.actors.system import Runtime, open_runtime
-from mlx_troupe.runtime.device import RowId, StepDone, StepPlan
-from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.requests import (
     Failed,
     GenerationRequest,
@@ -63,101 +61,6 @@ SHAPES["tiny"] = {
     "rope_theta": 500000.0,
     "max_position_embeddings": 131072,
 }
-
-WINDOW = 2048
-KINDS = ((1, "clock"), (2, "cores"))
-
-
-@dataclass
-class Run:
-    """What one side's device did for one long prompt, its rows by the length of their prompts.
-
-    Attributes:
-        marks: after each turn, tokens of the long prompt that are done, and the seconds that all
-            turns took by then, by the clock and on all cores.
-        passes: of prompts through the model, as (length of the prompt, tokens of the pass).
-        decodes: tokens computed in decode steps.
-        steps: prompt tokens of each step that was launched.
-        first: for each row, when its first token was known, and how many steps had settled then.
-    """
-
-    marks: list[tuple[int, float, float]] = field(default_factory=lambda: [(0, 0.0, 0.0)])
-    passes: list[tuple[int, int]] = field(default_factory=list)
-    decodes: int = 0
-    steps: list[int] = field(default_factory=list)
-    settled: int = 0
-    first: dict[int, tuple[float, int]] = field(default_factory=dict)
-
-    def seconds(self, kind: int) -> float:
-        """Until the long prompt's first token, by the clock (1) or on all cores (2)."""
-        return self.marks[-1][kind]
-
-    def windows(self, kind: int) -> np.ndarray:
-        """The same for each :data:`WINDOW` tokens of the long prompt."""
-        done, spent = ([mark[at] for mark in self.marks] for at in (0, kind))
-        ends = np.arange(0, done[-1] + WINDOW, WINDOW).clip(max=done[-1])
-        # Of several turns at one place the last counts: they belong to what was done before.
-        place = dict(zip(done, spent, strict=True))
-        reached = np.interp(ends[1:], list(place), list(place.values()))
-        return np.diff(reached, prepend=0.0)
-
-
-class Sharing(MLXDevice):
-    """The MLX device; it computes when it is its turn, and notes what it does."""
-
-    def __init__(self, path: Path, turn: threading.Lock, **options: Any) -> None:
-        super().__init__(path, name="bench", **options)
-        self._turn = turn
-        self._under_way = 0
-        self._began = (0.0, 0.0)
-        self._prompts: dict[RowId, int] = {}
-        self.run = Run()
-
-    def launch(self, plan: StepPlan) -> None:
-        if not self._under_way:
-            self._turn.acquire()
-            self._began = time.perf_counter(), time.process_time()
-        self._under_way += 1
-        self._prompts.update((start.row, len(start.ids)) for start in plan.start)
-        self.run.passes += [(self._prompts[part.row], part.count) for part in plan.prefill]
-        self.run.steps.append(sum(part.count for part in plan.prefill))
-        self.run.decodes += len(plan.decode)
-        with self._giving_way():
-            super().launch(plan)
-
-    def settle(self) -> StepDone:
-        with self._giving_way():
-            done = super().settle()
-        self.run.settled += 1
-        for sampled in done.sampled:
-            now = time.perf_counter(), self.run.settled
-            self.run.first.setdefault(self._prompts[sampled.row], now)
-        self._under_way -= 1
-        if not self._under_way:
-            self._end_turn()
-        return done
-
-    @contextmanager
-    def _giving_way(self) -> Iterator[None]:
-        """A fault must not leave the other side waiting."""
-        try:
-            yield
-        except BaseException:
-            self._under_way = 0
-            self._turn.release()
-            raise
-
-    def _end_turn(self) -> None:
-        began, worked = self._began
-        run, long = self.run, max(self._prompts.values())
-        if run.marks[-1][0] < long:
-            # One more for its first token, so that the last mark is where that is known.
-            done = sum(count for length, count in run.passes if length == long)
-            done += long in run.first
-            _, clock, cores = run.marks[-1]
-            clock += time.perf_counter() - began
-            run.marks.append((done, clock, cores + time.process_time() - worked))
-        self._turn.release()
 
 
 @dataclass
@@ -272,11 +175,18 @@ def summary(pairs: list[tuple[Run, Run]]) -> None:
     """What all pairs say."""
     for kind, name in KINDS:
         alone, beside = (np.array([both[at].seconds(kind) for both in pairs]) for at in (0, 1))
-        one, two = (least([both[at].windows(kind) for both in pairs]) for at in (0, 1))
+        one, two = (
+            np.min([both[at].windows(kind) for both in pairs], axis=0).sum() for at in (0, 1)
+        )
         print(f"{name}: the long one's first token is later by "
               f"{statistics.median(beside / alone - 1):+.2%} (median of {len(pairs)} pairs), "
               f"{beside.sum() / alone.sum() - 1:+.2%} (all together), {two / one - 1:+.2%} "
               f"({one:.2f} and {two:.2f} s, each {WINDOW} tokens at their least)")  # fmt: skip
+        told = [part for _, run in pairs if (part := run.excess(kind)) is not None]
+        if told:
+            each = ", ".join(f"{part:+.2%}" for part in told)
+            print("  steps with the short one, beyond the long one's tokens in them: "
+                  f"{statistics.median(told):+.2%} (each: {each})")  # fmt: skip
 
 
 def main() -> None:
