@@ -122,7 +122,7 @@ class Planner:
                 row.keep_prompt = False
                 ids, kind = row.spec.prompt[:-1], "prompt"
                 row.kept = self._due_before(row, len(ids))
-            elif self._is_due(row, len(row.known)) and model.can_cut(row.processed, len(row.known)):
+            elif self._is_due(row, row.num_known) and model.can_cut(row.processed, row.num_known):
                 ids, kind, runs = row.known, "final", True
                 row.kept = self._due_before(row, len(ids))
             else:

@@ -126,8 +126,12 @@ class Row:
     @property
     def known(self) -> tuple[int, ...]:
         """Prompt and generated ids whose state is certain: all but the last sampled one."""
-        ids = self.spec.prompt + tuple(self.generated)
-        return ids[: min(self.processed, len(ids) - 1)]
+        return (self.spec.prompt + tuple(self.generated))[: self.num_known]
+
+    @property
+    def num_known(self) -> int:
+        """How many those are."""
+        return min(self.processed, len(self.spec.prompt) + len(self.generated) - 1)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the row's state contradicts itself."""
