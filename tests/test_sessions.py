@@ -7,12 +7,14 @@ import trio
 import trio.testing
 from company import ask, company, run
 
+from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import ScriptedRuntime
 from mlx_troupe.http.wire.session import LONGEST_NAME, session_of
 from mlx_troupe.runtime.requests import Finished, GenerationRequest
+from mlx_troupe.runtime.resume.records import Record
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 CARRIERS = (
@@ -140,3 +142,23 @@ async def test_any_session_uses_what_another_one_left(
         assert (await cached(runtime, chat(1, "b")))[1] == 39
         assert await runtime.close_session("a")
         assert (await cached(runtime, chat(1)))[1] == 39
+
+
+async def test_closing_waits_for_no_flush_and_removes_nothing(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Neither a state nor an interrupted answer; a busy disk is nobody's concern here (H-10)."""
+    disk = ScriptedDisk(save_seconds=500.0)
+    async with company(disk=disk) as (runtime, _):
+        await run(runtime, chat(1, "a"))
+        await runtime.scheduler.copied()
+        runtime.checkpoints.keep(Record("ab", 1, (1, 2)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(runtime.flush_cache, 1000.0)
+            await trio.sleep(1)
+            began = trio.current_time()
+            assert await runtime.close_session("a")
+            assert trio.current_time() - began < 1
+        assert len(runtime.checkpoints) == 1
+        assert (await cached(runtime, chat(1)))[1] == 39
+        assert runtime.stats()["ssd_cache"]["entries"] == 1  # type: ignore[index]
