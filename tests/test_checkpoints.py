@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import trio
 import trio.testing
-from company import ask, company, until
+from company import ask, company, nothing_left, settle, until
 
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
@@ -95,3 +95,26 @@ async def test_what_is_written_is_never_old(
                 assert lengths == [PROMPT - 1 + n * EVERY for n in range(len(lengths))]
                 assert len(lengths) >= 60 // EVERY
         await runtime.flush_cache(5000)
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_one_state_of_a_running_row_is_kept(
+    model: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    """In memory the newer one takes the older one's place, whether it covers it or not."""
+    device = ScriptedDevice(MODELS[model], decode_seconds=1.0, prefill_token_seconds=0.0)
+    disk = ScriptedDisk()
+    entries: set[object] = set()
+    async with company(device, disk=disk, generation_checkpoint=EVERY) as (runtime, _):
+        runtime.checkpoints.every = EVERY
+        reader = Reader(100, 60)
+        async with runtime.generate(ask(*reader.prompt, max_tokens=60)) as generation:
+            async for _ in generation:
+                entries.add(runtime.cache.core.stats().entries)
+        await settle(runtime)
+        assert 1 in entries
+        assert entries <= {0, 1}
+        assert runtime.cache.core.stats().entries == 1
+        await runtime.flush_cache(100)
+        assert len(disk.states) > 60 // EVERY
+        nothing_left(runtime, device)
