@@ -24,6 +24,7 @@ from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .generation import Generation, Health
 from .loading import import_engine
+from .spill_messages import FlushReport
 from .system import Runtime, open_runtime
 from .worker import Worker
 
@@ -118,6 +119,17 @@ class BlockingRuntime:
     def clear_cache(self) -> int:
         """Empty the prefix cache; returns how many entries it had."""
         return self._portal.call(self._runtime.clear_cache)
+
+    def close_session(self, session: str) -> bool:
+        """What only this chat used goes first; False if nothing was."""
+        return self._portal.call(self._runtime.close_session, session)
+
+    def flush_cache(self, seconds: float) -> FlushReport:
+        """Write every kept state that is not on the disk, for at most so many seconds.
+
+        Raises Unavailable: there is no SSD cache.
+        """
+        return self._portal.call(self._runtime.flush_cache, seconds)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The adapters that requests may name, in the order in which they were mounted."""

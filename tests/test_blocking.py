@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import trio
@@ -105,6 +107,23 @@ def test_errors_are_raised_where_the_request_is_made() -> None:
         device.go.set()
         assert [text_of(list(generation)) for generation in held] == [counted(1, 9)] * 12
         assert runtime.clear_cache() == 0
+
+
+def test_states_are_written_before_the_block_is_left(tmp_path: Path) -> None:
+    """And a chat is closed; without a folder there is nothing to flush."""
+    ids = tuple(range(1, 60))
+    for already in (0, len(ids) - 1):
+        settings = replace(SETTINGS, ssd_cache=tmp_path)
+        with open_blocking_runtime(
+            settings, device=ScriptedDevice(), tokenizer=WordTokenizer
+        ) as runtime:
+            generation = runtime.generate(ask(*ids, session="chat"))
+            assert text_of(list(generation)) == counted(ids[-1], 5)
+            assert generation.cached_tokens == already
+            assert runtime.flush_cache(30.0).durable
+            assert (runtime.close_session("chat"), runtime.close_session("chat")) == (True, False)
+    with opened() as runtime, pytest.raises(Unavailable, match="no SSD cache"):
+        runtime.flush_cache(1.0)
 
 
 def test_several_threads_share_the_batch() -> None:
