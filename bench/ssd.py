@@ -9,7 +9,7 @@ second process on the same folder, whose files were dropped from the system's ow
 (on Linux); about two minutes on two quiet cores.
 ``decode``: tokens a second of one stream, in pairs of windows of two seconds: one in which states
 of ``--tokens`` tokens (at most 2,000) wait to be written without end, one without; the median of
-the pairs' ratios, and the writer's CPU time. ``caps``:
+the pairs' ratios, and the writer's CPU time; about three minutes on two quiet cores. ``caps``:
 distinct prompts through 200 MB of memory and ``--disk`` MB of disk (1,000); what both hold
 meanwhile, what is written of ``--ssd-write-budget`` MB an hour, and what is left at the end
 (``caps.py``); ``--tiny``: with a random model that computes next to nothing and has states of
