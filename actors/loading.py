@@ -94,5 +94,7 @@ def mlx_device(settings: Settings, source: TokenizerSource) -> Device:
         exact=settings.exact,
         memory_budget=settings.memory_budget_bytes,
         snapshot_limit=cache_bytes(settings),
+        # Under a limit every byte is reserved by a row, so nothing is left for such as may come.
+        spare_slots=settings.kv_budget_bytes is None and settings.memory_budget_bytes is None,
         xtc_exempt=source.line_breaks,
     )

@@ -5,7 +5,8 @@ by whoever reports. Without ``--kv-budget`` and ``--memory-budget`` nothing here
 estimates advise, only limits that somebody set reject or shorten.
 
 State costs what the device allocates for it. A row alone keeps steps of 256 tokens; rows that
-share a batch stand in slots of a power of two. Sliding layers stop growing at their window.
+share a batch stand in slots of a power of two. Sliding layers stop growing at their window;
+recurrent ones cost the same whatever a row's length, twice while it runs.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def state_bytes(model: ModelInfo, tokens: int, *, alone: bool) -> int:
     """Bytes of the state of a row of ``tokens`` tokens, as the device allocates it."""
     capacity = -(-tokens // LONE_STEP) * LONE_STEP if alone else capacity_for(tokens)
     sliding, window = _sliding(model)
-    return capacity * (model.kv_bytes_per_token - sliding) + min(capacity, window) * sliding
+    growing = model.kv_bytes_per_token - sliding
+    return _fixed(model) + capacity * growing + min(capacity, window) * sliding
 
 
 def kept_bytes(model: ModelInfo, tokens: int) -> int:
@@ -111,12 +113,20 @@ def lone_tokens(model: ModelInfo, limit_bytes: int) -> int | None:
     """Most tokens of a row that has ``limit_bytes`` to itself; None where state does not grow."""
     sliding, window = _sliding(model)
     growing = model.kv_bytes_per_token - sliding
+    limit_bytes -= _fixed(model)
+    if limit_bytes < 0:
+        return 0
     if growing <= 0:
         return None
     tokens = limit_bytes // model.kv_bytes_per_token
     if sliding and tokens > window:
         tokens = (limit_bytes - window * sliding) // growing
     return tokens // LONE_STEP * LONE_STEP
+
+
+def _fixed(model: ModelInfo) -> int:
+    """Recurrent state of a running row: as it is, and as it was before the step under way."""
+    return 2 * model.fixed_bytes
 
 
 def _sliding(model: ModelInfo) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from mlx_troupe.runtime.budgets import (
     cache_bytes,
     check_memory_budget,
     in_words,
+    kept_bytes,
     lone_tokens,
     max_safe_context,
     state_bytes,
@@ -365,3 +366,22 @@ async def test_without_limits_the_figures_say_so(autojump_clock: object) -> None
         assert stats["enforced_context_tokens"] is None
         assert stats["kv_limit_bytes"] is None
         assert stats["usable_bytes"] is None
+
+
+def test_recurrent_state_counts_whatever_the_length_of_a_row() -> None:
+    """As it is and as it was before the step under way; a limit below that holds nobody."""
+    model = replace(COSTLY, fixed_bytes=1000)
+    assert state_bytes(model, 1, alone=True) == 2_000 + LONE_STEP * 10
+    assert state_bytes(model, 100, alone=False) == 2_000 + 128 * 10
+    assert lone_tokens(model, 2_000 + 512 * 10) == 512
+    assert lone_tokens(model, 1_999) == 0
+    assert lone_tokens(replace(model, kv_bytes_per_token=0), 2_000) is None
+    assert lone_tokens(replace(model, kv_bytes_per_token=0), 1_999) == 0
+
+
+def test_a_kept_state_has_no_spare_tokens_and_its_recurrent_part_once() -> None:
+    """Sliding layers keep a window of it."""
+    layers = (KVLayers("full", "", 1, 4), KVLayers("sliding", "", 1, 6))
+    model = replace(COSTLY, kv_layers=layers, trim_window=99, fixed_bytes=7)
+    assert kept_bytes(model, 50) == 7 + 50 * 10
+    assert kept_bytes(model, 300) == 7 + 300 * 4 + 100 * 6

@@ -51,9 +51,11 @@ class Shelf:
 class GroupsMachine(RuleBasedStateMachine):
     """Rows join, leave, step and are read in any order."""
 
+    spare = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.groups = Groups()
+        self.groups = Groups(spare=self.spare)
         self.shelf = Shelf()
         self.lengths: dict[RowId, int] = {}
         self.encoded: set[RowId] = set()
@@ -127,6 +129,34 @@ class GroupsMachine(RuleBasedStateMachine):
 
 TestGroupsMachine = GroupsMachine.TestCase
 TestGroupsMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class DenseMachine(GroupsMachine):
+    """The same without spare slots: after every step a group has one for each of its rows."""
+
+    spare = False
+
+
+TestDenseMachine = DenseMachine.TestCase
+TestDenseMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_without_spare_slots_a_group_has_one_for_each_row() -> None:
+    """When rows come and when they go; with them it has more for a while."""
+    kept: dict[bool, list[int]] = {True: [], False: []}
+    for spare, slots in kept.items():
+        groups = Groups(spare=spare)
+        for row in range(9):
+            groups.join(RowId(row), 10)
+            groups.begin(1)
+            slots.append(groups.segments()[0].slots)
+        for row in range(8):
+            groups.leave(RowId(row))
+            groups.begin(1)
+            slots.append(groups.segments()[0].slots)
+    assert kept[False] == [*range(1, 10), *range(8, 0, -1)]
+    assert all(more >= least for more, least in zip(kept[True], kept[False], strict=True))
+    assert kept[True] != kept[False]
 
 
 def test_capacities_are_powers_of_two() -> None:

@@ -39,16 +39,17 @@ __all__ = ["CannotTrim", "RowBatch", "why_not_batchable"]
 class RowBatch:
     """Ragged rows in capacity groups. Raises TypeError for a model with other cache kinds.
 
-    ``plan`` says in what its layers are encoded, and from which length of a row on.
+    ``plan`` says in what its layers are encoded, and from which length of a row on; ``spare``, that
+    groups may have more slots than rows.
     """
 
-    def __init__(self, model: nn.Module, plan: KVPlan = PLAIN_PLAN) -> None:
+    def __init__(self, model: nn.Module, plan: KVPlan = PLAIN_PLAN, *, spare: bool = True) -> None:
         self._plan = plan
         self._nesting = make_prompt_cache(model)
         pairs = zip(flatten(self._nesting), plan.codecs or repeat(None), strict=False)
         pages = Pages(plan.block) if plan.block else None
         self._layers: list[BatchLayout] = [_layout_of(c, codec, pages) for c, codec in pairs]
-        self._groups = Groups()
+        self._groups = Groups(spare=spare)
         self._joining: dict[RowId, list[Image | None]] = {}
         self._oldest: dict[RowId, list[int]] = {}
         self._written: dict[RowId, int] = {}

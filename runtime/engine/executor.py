@@ -80,6 +80,7 @@ class MLXDevice:
         kv: how keys and values are kept.
         memory_budget: most bytes that MLX may take; None = what the machine has.
         snapshot_limit: most bytes that kept states take; what would be more is not kept.
+        spare_slots: a batch may keep room for rows to come, beyond what its rows take.
         exact: lone rows run by mlx-lm's own caches on a GPU too, bit for bit.
         extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
         xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
@@ -96,6 +97,7 @@ class MLXDevice:
         kv: KVScheme = PLAIN_KV,
         memory_budget: int | None = None,
         snapshot_limit: int | None = None,
+        spare_slots: bool = True,
         exact: bool = False,
         extra_eos: frozenset[int] = frozenset(),
         xtc_exempt: Callable[[], frozenset[int]] = frozenset,
@@ -108,6 +110,7 @@ class MLXDevice:
             kv,
             memory_budget,
             snapshot_limit,
+            spare_slots,
             replay=mx.default_device() == mx.gpu and not exact,
             extra_eos=extra_eos,
             xtc_exempt=xtc_exempt,

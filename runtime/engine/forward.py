@@ -11,6 +11,7 @@ and never waits. Knows no plans and no steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +55,7 @@ class Forward:
         together: bool,
         ragged: bool,
         replay: bool = False,
+        spare: bool = True,
     ) -> None:
         self._model: Any = model
         self._adapters = adapters
@@ -61,7 +63,8 @@ class Forward:
         self._drawing = Drawing(sampler, masks)
         self._together = together
         self._ragged = ragged
-        self._batch: Any = RowBatch(model, plan) if together else None
+        self._new_batch = partial(RowBatch, model, plan, spare=spare)
+        self._batch: Any = self._new_batch() if together else None
         self._compiled: CompiledDecode | None = None
         if replay and self._batch is not None and can_replay(self._batch):
             self._compiled = CompiledDecode(model, self._batch)
@@ -204,7 +207,7 @@ class Forward:
         home = self._homes.get(rows[0].id)
         if home is not None and {row.id for row in rows} == set(home.rows):
             return home
-        return RowBatch(self._model, self._plan)
+        return self._new_batch()
 
     def _arrange(self, wanted: Sequence[Row]) -> list[Fault]:
         """Bring exactly the rows wanted into the batch; the others go back to their own caches."""

@@ -103,9 +103,13 @@ def capacity_for(tokens: int) -> int:
 
 
 class Groups:
-    """Rows by capacity group, dense in slots ``[0, n)``, in ascending order of capacity."""
+    """Rows by capacity group, dense in slots ``[0, n)``, in ascending order of capacity.
 
-    def __init__(self) -> None:
+    With ``spare`` a group keeps slots for rows that may come: it moves less often, and takes more.
+    """
+
+    def __init__(self, *, spare: bool = True) -> None:
+        self._spare = spare
         self._wanted: dict[GroupKey, list[RowId]] = {}
         self._filed: dict[RowId, GroupKey] = {}
         self._lengths: dict[RowId, int] = {}
@@ -214,6 +218,8 @@ class Groups:
 
     def _fitting_slots(self, group: GroupKey) -> int:
         needed, slots = len(self._wanted[group]), self._slots.get(group, 0)
+        if not self._spare:
+            return needed
         if needed > slots:
             return max(needed, slots * 5 // 4)
         return needed if needed * 2 < slots else slots

@@ -50,6 +50,7 @@ class Options:
     kv: KVScheme
     memory_budget: int | None
     snapshot_limit: int | None
+    spare_slots: bool
     replay: bool
     extra_eos: frozenset[int]
     xtc_exempt: Callable[[], frozenset[int]]
@@ -101,6 +102,7 @@ def load_parts(options: Options) -> Parts:
         together=together,
         ragged=ragged,
         replay=options.replay,
+        spare=options.spare_slots,
     )
     info = ModelInfo(
         name=options.name,

@@ -7,9 +7,10 @@ The rule, with a limit:
 - A row leaves the queue when the state of its whole prompt fits beside what is reserved. The queue
   stays in order: nobody overtakes a row that does not fit yet, and nobody joins while a row that
   runs waits for room.
-- A row's reservation grows with its state, by what the device allocates (``budgets.state_bytes``).
-  Not counted: slots that a batch keeps for the next row (a quarter more for a while; 1.07 × the
-  limit was the most that 150 random requests held), and copies while rows move.
+- A row's reservation grows with its state, by what the device allocates (``budgets.state_bytes``);
+  under a limit a batch keeps no spare slots. Not counted: copies while rows move, and up to
+  ``LONE_STEP - 1`` tokens of a prompt that is prefilled alone and in pieces, since it grows by
+  whole steps from where a piece ended.
   A row whose next token does not fit *waits*: it is left out of the steps. So do all younger rows
   that would have to grow; those that still have room in their slot go on.
 - Room comes back when a row ends, and the oldest row that waits is the first to get it.
