@@ -18,8 +18,6 @@ from itertools import pairwise
 from math import prod
 from typing import Protocol, TypeAlias
 
-import numpy as np
-
 Bytes: TypeAlias = bytes | memoryview
 Meta: TypeAlias = tuple[tuple[str, int | float | str], ...]
 
@@ -253,6 +251,8 @@ def _join_arrays(parts: tuple[HostArray, ...], axis: int | None) -> HostArray:
 
 def _joined(runs: Sequence[memoryview]) -> memoryview:
     """All runs behind one another. Copied in pieces, since nobody else's Python runs meanwhile."""
+    import numpy as np  # here: the command line imports this module and must start at once
+
     joined = np.empty(sum(map(len, runs)), np.uint8).data
     at = 0
     for run in runs:
