@@ -14,8 +14,10 @@ def ledger(device: DeviceStats, cache: PrefixStats, model: ModelInfo | None) -> 
 
     ``indexed`` and ``lent_only`` (replaced or dropped while a request still reads it) are the
     index's own count, ``states`` the device's: the difference is on its way between them, or is
-    kept until it is written to the disk. ``unaccounted`` is what the device holds beyond weights,
-    rows and states; ``free_buffers`` goes back to the system at rest.
+    kept until it is written to the disk. ``most_states`` is the most that ever was, and never more
+    than the budget. ``rows`` is what running rows own, a state too that they took over from the
+    cache. ``unaccounted`` is what the device holds beyond weights, rows and states;
+    ``free_buffers`` goes back to the system at rest.
     """
     weights = model.weights_bytes if model else 0
     known = weights + device.kv_bytes + device.snapshot_bytes
@@ -24,6 +26,7 @@ def ledger(device: DeviceStats, cache: PrefixStats, model: ModelInfo | None) -> 
         "lent_only_bytes": cache.detached_bytes,
         "states": device.snapshots,
         "states_bytes": device.snapshot_bytes,
+        "most_states_bytes": device.most_snapshot_bytes,
         "rows_bytes": device.kv_bytes,
         "weights_bytes": weights,
         "active_bytes": device.active_bytes,
