@@ -7,11 +7,12 @@
 ``restart``: first token of a prompt cold and from memory, over HTTP, and as the first request of a
 second process on the same folder, whose files were dropped from the system's own cache in between
 (on Linux); about two minutes on two quiet cores.
-``decode``: tokens a second of one stream, in pairs of windows of two seconds: one in which states
-of ``--tokens`` tokens (at most 2,000) wait to be written without end, one without; the median of
-the pairs' ratios, and the writer's CPU time; about three minutes on two quiet cores. ``caps``:
-distinct prompts through 200 MB of memory and ``--disk`` MB of disk (1,000); what both hold
-meanwhile, what is written of ``--ssd-write-budget`` MB an hour, and what is left at the end
+``decode``: tokens a second of one stream, in windows of two seconds: in every second one states of
+``--tokens`` tokens (at most 2,000) wait to be written without end. Each of these is compared with
+the two around it, and idle ones with each other, which shows the noise; and the writer's CPU time;
+about three minutes on two quiet cores.
+``caps``: distinct prompts through 200 MB of memory and ``--disk`` MB of disk (1,000); what both
+hold meanwhile, what is written of ``--ssd-write-budget`` MB an hour, and what is left at the end
 (``caps.py``); ``--tiny``: with a random model that computes next to nothing and has states of
 12 KB a token, about three minutes on two quiet cores.
 """
@@ -19,14 +20,14 @@ meanwhile, what is written of ``--ssd-write-budget`` MB an hour, and what is lef
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import statistics
 import sys
 import tempfile
 import time
 from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import httpx
@@ -163,7 +164,7 @@ class Rewriting(FolderDisk):
 
 
 async def decode(settings: Settings, options: argparse.Namespace) -> None:
-    """One stream; pairs of windows with and without writes, the first of a pair in turn."""
+    """One stream; each window with writes is compared with those before and behind it."""
     assert settings.ssd_cache is not None
     store = Measured(settings.ssd_cache)
     async with open_runtime(settings, disk=Rewriting(store)) as runtime:
@@ -174,28 +175,32 @@ async def decode(settings: Settings, options: argparse.Namespace) -> None:
         tier, desk = runtime.cache._tier, runtime._ssd
         assert tier is not None
         states = [kept.candidate for kept in tier._kept.values()]
-        pairs: list[dict[bool, float]] = []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(talk, runtime)
             await trio.sleep(5)
             store.cpu_seconds, store.nbytes = 0.0, 0
-            for number in range(max(1, int(options.seconds / 2 / WINDOW))):
-                order = (False, True) if number % 2 else (True, False)
-                pairs.append({on: await rate(runtime, desk, states if on else []) for on in order})
+            pairs = max(3, int(options.seconds / 2 / WINDOW))
+            rates = [
+                await rate(runtime, desk, states if number % 2 else [])
+                for number in range(2 * pairs + 1)
+            ]
             nursery.cancel_scope.cancel()
-    ratios = sorted(pair[True] / pair[False] for pair in pairs)
-    idle, busy = (statistics.median(pair[on] for pair in pairs) for on in (False, True))
-    low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    idle, busy = rates[::2], rates[1::2]
+    beside = [2 * on / sum(off) for on, off in zip(busy, pairwise(idle), strict=True)]
+    print(f"idle {median(idle):.1f}, beside writes {median(busy):.1f} tokens/s")
+    print(f"beside writes against the idle windows around: {middle(beside)}")
+    print(f"an idle window against the one before: {middle([b / a for a, b in pairwise(idle)])}")
     written = store.nbytes / MB
-    print(f"idle {idle:.1f}, beside writes {busy:.1f} tokens/s")
     print(
-        f"median of {len(ratios)} pairs: {statistics.median(ratios):.3f} ×"
-        f" (middle half {low:.3f} to {high:.3f})"
-    )
-    print(
-        f"{written / WINDOW / len(pairs):.0f} MB/s written meanwhile,"
+        f"{written / WINDOW / len(busy):.0f} MB/s written meanwhile,"
         f" at {1e3 * store.cpu_seconds / max(written, 1e-9):.2f} ms of CPU a MB"
     )
+
+
+def middle(ratios: list[float]) -> str:
+    """The median, and where the middle half lies."""
+    low, _, high = quantiles(ratios, n=4)
+    return f"{median(ratios):.3f} × ({low:.3f} to {high:.3f} of {len(ratios)})"
 
 
 async def talk(runtime: Runtime) -> None:
@@ -205,7 +210,7 @@ async def talk(runtime: Runtime) -> None:
     sampling = SamplingRequest(
         temperature=0.0, logit_bias=tuple((end, -100.0) for end in model.eos_ids)
     )
-    for seed in itertools.count(100):
+    for seed in count(100):
         request = GenerationRequest(TokenPrompt(ids(100, seed)), sampling, max_tokens=1500)
         async with runtime.generate(request) as generation:
             async for _ in generation:
