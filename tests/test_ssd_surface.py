@@ -17,8 +17,9 @@ from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.cli.main import cli
 from mlx_troupe.http.cli.options import Folder, ssd_settings
-from mlx_troupe.http.cli.serve import tell_of_flush
+from mlx_troupe.http.cli.serve import banner, tell_of_flush
 from mlx_troupe.http.metrics import COUNTERS, GAUGES
+from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import ScriptedRuntime
 from mlx_troupe.runtime.resume.files import RecordFiles
 from mlx_troupe.runtime.resume.records import Record
@@ -194,6 +195,20 @@ def test_the_home_folder_is_meant_behind_an_equals_sign_too(
     """No shell replaces the sign there."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Folder().convert("~/cache", None, None) == tmp_path / "cache"
+
+
+async def test_the_first_lines_say_what_is_in_the_folder(autojump_clock: object) -> None:
+    """Whoever named the wrong one sees it."""
+    disk = ScriptedDisk()
+    async with company(disk=disk) as (runtime, _):
+        await run(runtime, ask(*range(1, 100)))
+        assert (await runtime.flush_cache(60)).durable
+    async with company(disk=disk) as (runtime, _):
+        model = await runtime.wait_ready()
+        ssd = runtime.stats()["ssd_cache"]
+        told = banner(runtime.settings, model, HttpSettings(), "http://x", ssd)
+        assert "\nssd      scripted (prompts: 1, 0.0 MB)\n" in told
+        assert "ssd " not in banner(runtime.settings, model, HttpSettings(), "http://x")
 
 
 def test_a_folder_is_cleared_by_a_command(tmp_path: Path) -> None:

@@ -275,11 +275,14 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
 
             urls = await nursery.start(serve_to_the_end)
             nursery.start_soon(_tell_of_stop, stop)
-            click.echo(banner(settings, await runtime.wait_ready(), http, urls[0]))
+            model = await runtime.wait_ready()
+            click.echo(banner(settings, model, http, urls[0], runtime.stats().get("ssd_cache")))
 
 
-def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -> str:
-    """What is served, where, and a line to try it with."""
+def banner(
+    settings: Settings, model: ModelInfo, http: HttpSettings, url: str, ssd: Any = None
+) -> str:
+    """What is served, where, and a line to try it with. ``ssd``: ``/stats.ssd_cache``."""
     window = f"{model.context_window:,} tokens" if model.context_window else "unknown"
     rows = f"up to {settings.batch} together" if model.batchable else f"one ({model.lone_reason})"
     body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}]})
@@ -289,7 +292,7 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         f"context  {window}; requests: {rows}",
         *(f"kv       {line}" for line in _kept(model)),
         *([f"cache    off: {why}"] if (why := why_no_cache(settings)) else []),
-        *([f"ssd      {settings.ssd_cache}"] if settings.ssd_cache else []),
+        *([f"ssd      {_on_disk(ssd)}"] if ssd else []),
         *([f"limits   {limits}"] if (limits := in_words(settings, model)) else []),
     ]
     if settings.adapters:
@@ -306,6 +309,11 @@ def banner(settings: Settings, model: ModelInfo, http: HttpSettings, url: str) -
         "Ctrl-C stops.",
     ]
     return "\n".join(lines)
+
+
+def _on_disk(ssd: dict[str, Any]) -> str:
+    """The folder, and what earlier servers left in it: of this model or of others."""
+    return f"{ssd['dir']} (prompts: {ssd['entries']:,}, {ssd['bytes'] / 1e6:,.1f} MB)"
 
 
 def tell_of_flush(report: FlushReport | None) -> None:
