@@ -314,7 +314,7 @@ class GpuActor:
     def _look_at_memory(self) -> None:
         """Have kept states given up where memory runs out; any message makes the cache look."""
         stats, model = self._view.stats, self._view.model
-        pressed = model and excess(stats, stats.snapshot_bytes, model.memory_bytes)
+        pressed = model and excess(stats, stats.snapshot_bytes, model)
         if pressed and stats.snapshots and not self._cache.depth:
             self._cache.post(Pressed())
 

@@ -178,7 +178,7 @@ class KVCacheActor:
         self._release(self.core.set_aside(others + self._headroom.bytes))
         if model is not None:
             kept = self.core.bytes + (0 if tier is None else tier.owned_bytes)
-            over = excess(self._view.stats, kept, model.memory_bytes)
+            over = excess(self._view.stats, kept, model)
             self._release(self.core.relieve(over) if over else ())
 
     def _look_up(self, message: Lookup) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_troupe.runtime.device import DeviceStats
+from mlx_troupe.runtime.device import DeviceStats, ModelInfo
 from mlx_troupe.runtime.prefix.room import Headroom, excess
 
 
@@ -37,11 +39,19 @@ def test_a_missed_state_has_room_the_next_time_and_that_is_forgotten_slowly() ->
 
 def test_pressure_begins_at_85_percent_and_counts_no_state_that_is_leaving() -> None:
     """What was released and is not gone yet must not be released once more in others' place."""
+    model = ModelInfo("m", 9, None, frozenset(), memory_bytes=1000, weights_bytes=600)
     at_rest = DeviceStats(active_bytes=850, snapshot_bytes=300)
-    assert excess(at_rest, 300, 1000) == 0
+    assert excess(at_rest, 300, model) == 0
     pressed = DeviceStats(active_bytes=900, snapshot_bytes=300)
-    assert excess(pressed, 300, 1000) == 50
-    assert excess(pressed, 280, 1000) == 30
-    assert excess(pressed, 250, 1000) == 0
-    assert excess(pressed, 400, 1000) == 50, "states that are not made yet change nothing"
-    assert excess(pressed, 300, 0) == 0, "nobody knows the device's memory"
+    assert excess(pressed, 300, model) == 50
+    assert excess(pressed, 280, model) == 30
+    assert excess(pressed, 250, model) == 0
+    assert excess(pressed, 400, model) == 50, "states that are not made yet change nothing"
+    assert excess(pressed, 300, replace(model, memory_bytes=0)) == 0, "nobody knows how much"
+
+
+def test_large_weights_alone_are_no_pressure() -> None:
+    """Half of what they leave is there for states and rows, however little that is."""
+    model = ModelInfo("m", 9, None, frozenset(), memory_bytes=1000, weights_bytes=900)
+    assert excess(DeviceStats(active_bytes=950, snapshot_bytes=40), 40, model) == 0
+    assert excess(DeviceStats(active_bytes=960, snapshot_bytes=40), 40, model) == 10

@@ -11,7 +11,7 @@ left. It grows when a state was not kept for want of room, and shrinks slowly wi
 
 from __future__ import annotations
 
-from ..device import DeviceStats
+from ..device import DeviceStats, ModelInfo
 
 LEAST_SHARE = 32
 MOST_SHARE = 2
@@ -19,7 +19,8 @@ MOST_SHARE = 2
 FADE = 1024
 """A state that was kept takes one part in so many of it away."""
 PRESSED = 0.85
-"""Of the device's memory, what may be in use before kept states are given up for it."""
+"""Of the device's memory, what may be in use before kept states are given up for it; half of what
+the weights leave may be in any case."""
 
 
 class Headroom:
@@ -39,13 +40,15 @@ class Headroom:
         self.bytes = max(self._least, self.bytes - self.bytes // FADE)
 
 
-def excess(device: DeviceStats, kept_bytes: int, memory_bytes: int) -> int:
+def excess(device: DeviceStats, kept_bytes: int, model: ModelInfo) -> int:
     """Bytes of kept states that must go to bring a device out of pressure; 0 = none.
 
     ``kept_bytes`` is what the cache still holds on to; beyond that states are being released and
-    ``device`` does not know it yet. ``memory_bytes`` is of the device, 0 if unknown.
+    ``device`` does not know it yet.
     """
-    if not memory_bytes:
+    memory = model.memory_bytes
+    if not memory:
         return 0
+    most = max(int(PRESSED * memory), (memory + model.weights_bytes) // 2)
     leaving = max(0, device.snapshot_bytes - kept_bytes)
-    return max(0, device.active_bytes - leaving - int(PRESSED * memory_bytes))
+    return max(0, device.active_bytes - leaving - most)
