@@ -178,6 +178,33 @@ def test_a_state_that_takes_more_than_it_seemed_to_is_not_written_beyond_the_bud
     assert len(q) == 1
 
 
+def test_the_budget_judges_a_running_row_by_what_is_written_of_its_state() -> None:
+    """Its state is large, and all but a little of it is on the disk."""
+    q = queue(budget=100)
+    q.budget.charge(60, 0)
+    q.offer(state(1, 1, nbytes=60, origin=of(7)), 0)
+    delta = q.take(0, urgent=True)
+    assert delta is not None
+    assert q.may_write(delta, 5, 0)
+    q.written(delta, 5, 0)
+    q.offer(state(2, 2, nbytes=60, origin=of(7, runs=False)), 0)
+    assert q.take(0) is None
+    q.check_integrity()
+
+
+def test_a_state_above_the_bound_is_taken_where_nothing_else_waits() -> None:
+    """Beside anything else it is refused, and beside it everything else is."""
+    q = queue(bound=25)
+    assert q.offer(state(1, 1, nbytes=100), 0) == "queued"
+    assert q.offer(state(2, 2, nbytes=1), 0) == "full"
+    hand = take(q)
+    assert q.offer(state(2, 2, nbytes=1), 0) == "full"
+    q.written(hand, 100, 0)
+    assert q.offer(state(2, 2, nbytes=1), 0) == "queued"
+    assert q.offer(state(1, 1, nbytes=100), 0) == "full"
+    q.check_integrity()
+
+
 def test_the_second_half_of_a_budget_is_for_states_that_are_asked_for_again() -> None:
     """A state is refused once, and remembered by its ids, whatever its snapshot is."""
     q = queue(budget=15)
