@@ -104,6 +104,7 @@ async def test_what_serve_offers_to_its_clients(
         "cors_origins": (),
         "keepalive": 15.0,
         "adapter_dirs": (tmp_path / "given",) if named else (),
+        "ignore_sessions": False,
     }
     settings = Settings(Path("/nowhere"), "scripted", adapters=(start,))
     async with trio.open_nursery() as nursery:

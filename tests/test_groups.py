@@ -141,6 +141,19 @@ TestDenseMachine = DenseMachine.TestCase
 TestDenseMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
+def test_poison_is_wiped_from_slots_that_the_row_moved_out_of_too() -> None:
+    """It is found a step late: by then the row may stand in a larger slot, with a copy of it."""
+    groups = Groups()
+    for row, length in enumerate((10, 10, 60)):
+        groups.join(RowId(row), length)
+    groups.begin(1)
+    groups.begin(20)
+    assert [segment.capacity for segment in groups.segments()] == [64, 128]
+    groups.leave(RowId(2), poisoned=True)
+    (change,) = groups.begin(1).changes
+    assert (change.group.capacity, change.wipe) == (64, (2,))
+
+
 def test_without_spare_slots_a_group_has_one_for_each_row() -> None:
     """When rows come and when they go; with them it has more for a while."""
     kept: dict[bool, list[int]] = {True: [], False: []}

@@ -115,6 +115,7 @@ class Groups:
         self._lengths: dict[RowId, int] = {}
         self._places: dict[RowId, Place] = {}
         self._slots: dict[GroupKey, int] = {}
+        self._held: dict[GroupKey, list[RowId | None]] = {}
         self._poisoned: dict[GroupKey, set[int]] = {}
 
     @property
@@ -155,12 +156,17 @@ class Groups:
             self._put(row, GroupKey(group.capacity, encoded=True))
 
     def leave(self, row: RowId, *, poisoned: bool = False) -> None:
-        """Let a row go; a ``poisoned`` one's slot is wiped before anybody can read it."""
+        """Let a row go; what a ``poisoned`` one left in any slot is wiped before anybody reads it.
+
+        Slots that it moved out of still hold its bytes, and poison is found a step late.
+        """
         del self._lengths[row]
         self._take_out(row)
-        place = self._places.pop(row, None)
-        if poisoned and place is not None:
-            self._poisoned.setdefault(place.group, set()).add(place.slot)
+        self._places.pop(row, None)
+        if poisoned:
+            for group, held in self._held.items():
+                found = {slot for slot, holder in enumerate(held) if holder == row}
+                self._poisoned.setdefault(group, set()).update(found)
 
     def begin(self, columns: int) -> Relayout:
         """Make room for ``columns`` more tokens in every row; what to copy for that."""
@@ -250,10 +256,24 @@ class Groups:
     def _settle(self, changes: tuple[GroupChange, ...], dropped: tuple[GroupKey, ...]) -> None:
         for group, rows in self._wanted.items():
             self._places.update((row, Place(group, slot)) for slot, row in enumerate(rows))
-        self._slots.update((change.group, change.slots) for change in changes)
+        for change in changes:
+            self._slots[change.group] = change.slots
+            self._held[change.group] = self._held_after(change)
         for group in dropped:
-            del self._slots[group]
+            del self._slots[group], self._held[group]
         self._poisoned.clear()
+
+    def _held_after(self, change: GroupChange) -> list[RowId | None]:
+        """Whose bytes each of a group's slots has now."""
+        held = self._held.get(change.group, [])
+        if change.fresh:
+            held = [None] * change.slots
+        for slot in change.wipe:
+            held[slot] = None
+        for copy in change.copies:
+            span = slice(copy.slot, copy.slot + copy.count)
+            held[span] = self._wanted[change.group][span]
+        return held
 
     def _segments(self) -> Iterator[Segment]:
         start = 0
