@@ -97,6 +97,21 @@ def test_a_rows_newer_state_takes_the_place_of_one_that_waits() -> None:
     assert [take(q).snapshot, q.take(0)] == [1, None]
 
 
+def test_a_state_that_is_refused_takes_nobodys_place() -> None:
+    """Whether it is postponed or has no room; what it would replace makes room for it."""
+    q = queue(bound=25, budget=100)
+    q.offer(state(1, 1), 0)
+    q.offer(state(2, 2), 0)
+    q.budget.charge(60, 0)
+    assert q.offer(state(3, 1, 2), 0) == "postponed"
+    assert q.offer(state(3, 1, 2, nbytes=16), 0) == "full"
+    assert (len(q), q.counts["superseded"]) == (2, 0)
+    assert q.offer(state(4, 2, 3, nbytes=15), 0) == "postponed"
+    assert q.offer(state(4, 2, 3, nbytes=15), 0) == "queued"
+    assert (len(q), q.bytes, q.counts["superseded"]) == (2, 25, 1)
+    q.check_integrity()
+
+
 def test_a_scarce_budget_has_room_for_running_rows() -> None:
     """They were asked for by the operator, and are not asked for again."""
     q = queue(budget=15)

@@ -182,24 +182,25 @@ class SaveQueue:
     def offer(self, candidate: Candidate, now: float) -> Offer:
         """Ask for a state to be written.
 
-        Those that wait and that it covers need not be written any more. One that is refused stays
-        with whoever offered it.
+        Those that wait and that it covers need not be written any more, unless it is refused. One
+        that is refused stays with whoever offered it.
         """
         if candidate.snapshot in self._waiting or candidate.snapshot in self._in_hand:
             return "here"
-        place = next(self._places)
-        for other in tuple(self._waiting.values()):
-            if candidate.replaces(other):
-                # Whoever is replaced again and again waits no longer for it than others do.
-                place = min(place, self._place[other.snapshot])
-                self._leave(other, "superseded")
         scarce = self.budget.is_scarce(now) and not candidate.is_urgent
         if scarce and not self._is_second(candidate):
             self.counts["postponed"] += 1
             return "postponed"
-        if self._bytes and self._bytes + candidate.nbytes > self._bound:
+        replaced = [other for other in self._waiting.values() if candidate.replaces(other)]
+        others = self._bytes - sum(other.nbytes for other in replaced)
+        if others and others + candidate.nbytes > self._bound:
             self.counts["dropped"] += 1
             return "full"
+        place = next(self._places)
+        for other in replaced:
+            # Whoever is replaced again and again waits no longer for it than others do.
+            place = min(place, self._place[other.snapshot])
+            self._leave(other, "superseded")
         self._waiting[candidate.snapshot] = candidate
         self._place[candidate.snapshot] = place
         self._bytes += candidate.nbytes
