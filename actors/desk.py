@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from mlx_troupe.runtime.budgets import cache_bytes
+from mlx_troupe.runtime.budgets import cache_bytes, kept_bytes
 from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.settings import Settings
@@ -106,6 +106,11 @@ class SpillDesk:
         if self._disk is None or model is None:
             return (None,) * (len(adapters) + 1)
         return self._disk.nearest(ids, *(namespace_of(model.namespace, a) for a in adapters))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether memory could keep a state of so many tokens."""
+        model = self._view.model
+        return model is None or kept_bytes(model, tokens) <= self._memory
 
     def figures(self, answers: Mapping[str, int]) -> dict[str, object]:
         """``/stats.ssd_cache``, if there is one: bytes, counts since the start, milliseconds.

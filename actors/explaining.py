@@ -26,12 +26,17 @@ PATIENCE = 0.5
 
 
 def with_disk(
-    ids: tuple[int, ...], memory: Explanation, usable: int, near: Sequence[Near | None]
+    ids: tuple[int, ...],
+    memory: Explanation,
+    usable: int,
+    near: Sequence[Near | None],
+    fits: Callable[[int], bool] = lambda _: True,
 ) -> Explanation:
     """What memory says of a prompt, and the disk, which could serve ``usable`` tokens of it.
 
     ``near``: the states on disk that share most of it: of its own namespace, of other adapters',
-    and last of all others, which another KV scheme, model or version has made.
+    and last of all others, which another KV scheme, model or version has made. ``fits``: whether
+    memory could keep a state of so many tokens.
     """
     goal, served = len(ids) - 1, max(usable, memory.memory_tokens)
     shared, reason = memory.shared_tokens, memory.reason
@@ -39,7 +44,7 @@ def with_disk(
     if own is not None and own.shared >= shared + (reason in (None, "text")):
         shared, reason = own.shared, "text" if own.length > own.shared else None
         if shared > served:
-            reason = "uncuttable"
+            reason = "uncuttable" if fits(own.length) else "too_large"
     others: list[tuple[Near | None, Reason]] = [*((one, "adapters") for one in kin)]
     for one, why in (*others, (other, "setup")):
         if one is not None and one.shared > shared:
@@ -102,7 +107,7 @@ class Explainer:
         known, usable = told
         kin = {(), *((info.revision,) for info in self._table.mounted.values())} - {revisions}
         near = self._disk.nearest(ids, (revisions, *sorted(kin)))
-        known = with_disk(ids, known, usable, near)
+        known = with_disk(ids, known, usable, near, self._disk.fits)
         before, after, theirs = map(tokenizer.decode, (known.before, known.after, known.theirs))
         return CacheNote(
             known.memory_tokens, usable, known.shared_tokens, known.reason, before, after, theirs

@@ -140,8 +140,10 @@ class KVCacheActor:
             case EndAllLeases():
                 self._release(self.core.end_all_leases())
             case Crowded(nbytes):
-                self._headroom.missed(nbytes)
-                self._release(self.core.make_room(nbytes, missed=True))
+                # Nobody makes way for a state that would not fit into all of it.
+                room = nbytes if nbytes <= self._budget else 0
+                self._headroom.missed(room)
+                self._release(self.core.make_room(room, missed=True))
             case Pressed():
                 pass  # it only woke us: see _make_way
             case Clear(reply):

@@ -51,7 +51,7 @@ class SsdTier:
     Args:
         spill: takes anything; see there.
         queue: the states that wait there now, for what they take.
-        budget: bytes of the memory tier. A state that is larger is not fetched again.
+        budget: bytes of the memory tier. A state that is larger is not fetched.
         demote_after: seconds without use after which a state that is safe leaves memory; 0 = never.
         counts: of demotions; outlives the actor.
     """
@@ -79,8 +79,6 @@ class SsdTier:
         # Fetched for requests that have not asked yet, or under way for them.
         self._early: dict[OnDisk, int] = {}
         self._early_kept: dict[SnapshotId, int] = {}
-        # Read once, and found not to fit into memory.
-        self._too_large: set[str] = set()
 
     @property
     def owned_bytes(self) -> int:
@@ -120,13 +118,11 @@ class SsdTier:
 
     def usable(self, ids: tuple[int, ...], namespace: str, model: ModelInfo) -> int:
         """How many tokens of a prompt the disk could serve."""
-        entry = self._disk.find(ids, namespace, model.trim_floor)
+        entry = self._find(ids, namespace, model)
         return 0 if entry is None else entry.useful
 
     def restored(self, entry: OnDisk, state: Candidate | None) -> list[Waiting]:
         """A restore has ended; returns who waited for it."""
-        if state is not None and state.nbytes > self._budget:
-            self._too_large.add(entry.name)
         if self._early.pop(entry, None) is not None and state is not None:
             self._early_kept[state.snapshot] = state.nbytes
         self._coming.pop(entry, None)
@@ -135,11 +131,17 @@ class SsdTier:
     def _better(
         self, ids: tuple[int, ...], namespace: str, have: int, model: ModelInfo
     ) -> OnDisk | None:
-        entry = self._disk.find(ids, namespace, model.trim_floor)
-        if entry is None or entry.name in self._too_large:
+        entry = self._find(ids, namespace, model)
+        if entry is None:
             return None
         gain = entry.useful - have
         return entry if gain > 0 and gain * WORTH >= entry.length else None
+
+    def _find(self, ids: tuple[int, ...], namespace: str, model: ModelInfo) -> OnDisk | None:
+        entry = self._disk.find(ids, namespace, model.trim_floor)
+        # All others would make way for one that memory could not keep.
+        fits = entry is not None and kept_bytes(model, entry.length) <= self._budget
+        return entry if fits else None
 
     def _begin(self, entry: OnDisk, model: ModelInfo) -> bool:
         if entry in self._restoring:

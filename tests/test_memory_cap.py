@@ -98,6 +98,29 @@ async def test_there_is_room_for_a_state_on_its_way_back(
         nothing_left(runtime, device)
 
 
+async def test_a_state_on_the_disk_that_memory_could_not_keep_costs_no_others(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """After a restart with less memory: it is not read, its client is told, and all else stays."""
+    large, small = range(1, 701), range(800, 900)
+    disk = ScriptedDisk()
+    async with company(limited(1000), disk=disk, prompt_cache_bytes=1000) as (runtime, _):
+        await cached(runtime, *large)
+        assert (await runtime.flush_cache(60)).durable
+    async with company(limited(300), disk=disk, prompt_cache_bytes=300) as (runtime, device):
+        await cached(runtime, *small)
+        for _ in range(2):
+            _, end = await run(runtime, ask(*large, explain=True))
+            assert isinstance(end, Finished)
+            assert end.usage.cached_tokens == 0
+            assert end.usage.cache is not None
+            assert (end.usage.cache.disk_tokens, end.usage.cache.reason) == (0, "too_large")
+        assert await cached(runtime, *small) == 99
+        assert not [entry for entry in disk.log if entry.startswith("load")]
+        await settle(runtime)
+        nothing_left(runtime, device)
+
+
 async def test_a_device_in_need_gets_kept_states_back_and_no_request_is_refused(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
