@@ -243,6 +243,8 @@ class SpillActor:
         model = self._view.model
         self.queue.copies = model is None or model.launches_ahead
         since = self._disk.continued(candidate) if candidate.is_urgent else 0
+        length = len(candidate.ids)
+        self.queue.copying(candidate, candidate.nbytes * (length - since) // length)
         # A CPU copies nothing to let bytes go, so it need not be asked between many steps; and what
         # a running row has gained is little.
         copies = (model is None or model.launches_ahead) and not since
@@ -254,7 +256,9 @@ class SpillActor:
             part = await reply.wait()
             layers += part
             if len(part) < count:
-                return HostState(len(candidate.ids), tuple(layers), since)
+                state = HostState(length, tuple(layers), since)
+                self.queue.copying(candidate, nbytes(state))
+                return state
             size = sum(len(array.data) for layer in part for array in layer.arrays)
             if not candidate.is_urgent:
                 await self._rest(size / BUSY_EXPORT_RATE)

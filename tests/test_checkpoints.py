@@ -14,8 +14,9 @@ from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.requests import TextDelta
+from mlx_troupe.runtime.spill.faults import Unfit
 from mlx_troupe.runtime.spill.queue import Candidate
-from mlx_troupe.runtime.spill.state import HostState
+from mlx_troupe.runtime.spill.state import HostState, nbytes
 
 EVERY = 8
 PROMPT = 30
@@ -41,6 +42,36 @@ class TimedDisk(ScriptedDisk):
         else:
             self.is_busy = True
             await trio.sleep(self.slow)
+        return await super().save(candidate, state)
+
+
+def figures(runtime: Runtime) -> dict[str, int]:
+    """``/stats.ssd_cache``."""
+    block = runtime.stats()["ssd_cache"]
+    assert isinstance(block, dict)
+    return block
+
+
+class ContinuingDisk(ScriptedDisk):
+    """Is given what a running row gained since its last state; at ``unfit`` tokens all of it."""
+
+    def __init__(self, unfit: int = 0) -> None:
+        super().__init__(save_seconds=0.1)
+        self.unfit = unfit
+        self.runtime: Runtime | None = None
+        self.given: list[tuple[int, int]] = []
+        self.copied: list[tuple[int, int]] = []
+
+    def continued(self, candidate: Candidate) -> int:
+        return max((last for _, last in self.given if last < len(candidate.ids)), default=0)
+
+    async def save(self, candidate: Candidate, state: HostState) -> int:
+        if candidate.is_urgent:
+            assert self.runtime is not None
+            self.copied.append((figures(self.runtime)["copied_for_spill_bytes"], nbytes(state)))
+            if state.first and state.length == self.unfit:
+                raise Unfit("its keys are encoded from here on")
+            self.given.append((state.first, state.length))
         return await super().save(candidate, state)
 
 
@@ -118,3 +149,25 @@ async def test_one_state_of_a_running_row_is_kept(
         await runtime.flush_cache(100)
         assert len(disk.states) > 60 // EVERY
         nothing_left(runtime, device)
+
+
+async def continue_row(unfit: int = 0) -> tuple[ContinuingDisk, dict[str, int]]:
+    """A row of sixty tokens, written as it goes on; the disk, and the figures of the tier."""
+    device = ScriptedDevice(PLAIN, decode_seconds=1.0, prefill_token_seconds=0.0)
+    disk = ContinuingDisk(unfit)
+    async with company(device, disk=disk, generation_checkpoint=EVERY) as (runtime, _):
+        runtime.checkpoints.every = EVERY
+        disk.runtime = runtime
+        await Reader(100, 60).read(runtime)
+        await runtime.flush_cache(100)
+        return disk, figures(runtime)
+
+
+async def test_a_copy_of_a_running_rows_state_counts_as_what_was_exported(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Not as all of the state, most of which the disk has."""
+    disk, _ = await continue_row()
+    assert len(disk.copied) > 60 // EVERY - 1
+    assert all(counted == copied for counted, copied in disk.copied)
+    assert disk.copied[-1][1] == disk.copied[1][1] < disk.copied[0][1]

@@ -151,6 +151,22 @@ def test_a_state_that_memory_let_go_stays_until_it_is_written() -> None:
     assert (q.take_freed(), q.owned_bytes, q.copied_bytes) == ((1,), 0, 0)
 
 
+def test_a_copy_takes_what_was_asked_for_of_a_state() -> None:
+    """Other states in hand take all that they take on the device."""
+    q = queue()
+    q.copies = True
+    q.offer(state(1, 1, 2, nbytes=100, origin=of(7)), 0)
+    q.offer(state(2, 9), 0)
+    delta, whole = q.take(0, urgent=True), take(q)
+    assert delta is not None
+    assert q.copied_bytes == 110
+    q.copying(delta, 3)
+    assert q.copied_bytes == 13
+    q.written(delta, 3, 0)
+    q.failed(whole)
+    assert q.copied_bytes == 0
+
+
 def test_only_so_many_bytes_stay_for_the_disk_alone() -> None:
     """Beyond the bound a state that memory let go is given up."""
     q = queue(keep=15)

@@ -107,6 +107,7 @@ class WriteBudget:
 @dataclass(slots=True)
 class _InHand:
     candidate: Candidate
+    copied: int
     on_device: bool = True
 
 
@@ -167,7 +168,7 @@ class SaveQueue:
     @property
     def copied_bytes(self) -> int:
         """At most what copies of states in hand take in host memory; views of states take none."""
-        return self.copies * sum(hand.candidate.nbytes for hand in self._in_hand.values())
+        return self.copies * sum(hand.copied for hand in self._in_hand.values())
 
     @property
     def is_pressed(self) -> bool:
@@ -234,10 +235,15 @@ class SaveQueue:
                 continue
             if urgent or self.budget.allows(candidate.nbytes, now):
                 del self._waiting[candidate.snapshot], self._place[candidate.snapshot]
-                self._in_hand[candidate.snapshot] = _InHand(candidate)
+                self._in_hand[candidate.snapshot] = _InHand(candidate, candidate.nbytes)
                 return candidate
             self._leave(candidate, "over_budget")
         return None
+
+    def copying(self, candidate: Candidate, nbytes: int) -> None:
+        """Of a state in hand so many bytes are asked for, or were had: what it gained since a file
+        of its row is little of it."""
+        self._hand(candidate).copied = nbytes
 
     def exported(self, candidate: Candidate) -> None:
         """All bytes of a state in hand have been had; views of it may be among them."""
