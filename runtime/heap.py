@@ -11,6 +11,7 @@ import ctypes
 import functools
 import mmap
 import sys
+from contextlib import suppress
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -57,7 +58,8 @@ def own_pages(nbytes: int) -> memoryview:
     except OSError as error:
         raise MemoryError(str(error)) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(pages)[:nbytes]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,3 +57,11 @@ def test_pages_of_their_own_go_with_the_last_who_looks_at_them() -> None:
     assert bytes(part) == b"\x07" * 5
     del part
     assert resident_bytes() - before < SIZE // 8
+
+
+def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its refusal of the advice is no lack of memory, and no fault of a file."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
+    pages = own_pages(5)
+    pages[:] = b"bytes"
+    assert bytes(pages) == b"bytes"
