@@ -24,6 +24,7 @@ from mlx_troupe.runtime.engine.filters import (
     weigh,
 )
 from mlx_troupe.runtime.engine.randomness import pick
+from mlx_troupe.runtime.engine.sampling_kernel import table_of
 from mlx_troupe.runtime.engine.selection import DeviceKit, HostKit, Kit
 from mlx_troupe.runtime.requests import Hlg, Sampling
 
@@ -234,3 +235,12 @@ def test_a_row_that_is_not_a_number_harms_nothing(kit: Kit) -> None:
         with np.errstate(all="ignore"):
             chosen = choose(kit, needs, as_kit(kit, broken), rows, numbers)
         assert 0 <= int(chosen[0]) < VOCAB
+
+
+def test_the_strictest_min_p_is_the_shortest_distance() -> None:
+    """The kernel compares distances by their bits, of which those of -0.0 are beyond all others."""
+    strict, loose = np.array(table_of([Sampling(1.0, min_p=1.0), Sampling(1.0, min_p=0.9)], 100))[
+        :, 2
+    ]
+    assert strict.view(np.uint32) == 0
+    assert strict.view(np.uint32) < loose.view(np.uint32)

@@ -45,7 +45,8 @@ def _columns(s: Sampling, vocab_size: int) -> list[float]:
     return [
         1 / s.temperature,
         s.top_p if needs.top_p else 2.0,
-        -math.log(s.min_p) if s.min_p > 0 else math.inf,
+        # Compared by its bits: no distance is less than -0.0.
+        abs(math.log(s.min_p)) if s.min_p > 0 else math.inf,
         s.top_k if needs.top_k else 0,
         s.xtc_threshold,
         s.xtc_probability or -1.0,
@@ -111,6 +112,7 @@ TRIALS = (
     Sampling(temperature=1.2, top_k=50),
     Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.01),
     Sampling(temperature=1.0, hlg=Hlg()),
+    Sampling(temperature=1.0, min_p=1.0),
 )
 
 
