@@ -16,7 +16,7 @@ import trio
 
 from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.errors import StateRefused, Unavailable
-from mlx_troupe.runtime.spill.faults import SpillFault
+from mlx_troupe.runtime.spill.faults import SpillFault, Unfit
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
@@ -210,13 +210,16 @@ class SpillActor:
             return None
         return self.queue.take(trio.current_time())
 
-    async def _save(self, candidate: Candidate) -> float:
-        """Write a state, or learn why not; how many seconds the disk took."""
+    async def _save(self, candidate: Candidate, *, whole: bool = False) -> float:
+        """Write a state, or learn why not; how many seconds the disk took.
+
+        ``whole``: it is not to continue what is on the disk.
+        """
         if self._disk.holds(candidate):
             self.queue.needless(candidate)
             return 0.0
         try:
-            state = await self._export(candidate)
+            state = await self._export(candidate, whole)
         except (StateRefused, Unavailable) as error:
             # It was released by somebody's crash, lost with its device, or has no form as bytes.
             self._complaints.warn("export", f"a kept state cannot be exported: {error.message}")
@@ -231,6 +234,10 @@ class SpillActor:
         try:
             written = await self._disk.save(candidate, state)
         except SpillFault as fault:
+            if isinstance(fault, Unfit) and state.first:
+                # Its form has changed (a row's keys are encoded from some length on), or what it
+                # was to continue is gone.
+                return await self._save(candidate, whole=True)
             self._complaints.fault(fault)
             self.queue.failed(candidate)
         else:
@@ -238,11 +245,12 @@ class SpillActor:
             self.queue.written(candidate, written, trio.current_time())
         return trio.current_time() - began
 
-    async def _export(self, candidate: Candidate) -> HostState:
+    async def _export(self, candidate: Candidate, whole: bool) -> HostState:
         layers: list[HostLayer] = []
         model = self._view.model
         self.queue.copies = model is None or model.launches_ahead
-        since = self._disk.continued(candidate) if candidate.is_urgent else 0
+        goes_on = candidate.is_urgent and not whole
+        since = self._disk.continued(candidate) if goes_on else 0
         length = len(candidate.ids)
         self.queue.copying(candidate, candidate.nbytes * (length - since) // length)
         # A CPU copies nothing to let bytes go, so it need not be asked between many steps; and what

@@ -171,3 +171,17 @@ async def test_a_copy_of_a_running_rows_state_counts_as_what_was_exported(
     assert len(disk.copied) > 60 // EVERY - 1
     assert all(counted == copied for counted, copied in disk.copied)
     assert disk.copied[-1][1] == disk.copied[1][1] < disk.copied[0][1]
+
+
+async def test_a_state_that_cannot_continue_its_rows_last_one_is_written_whole(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """At the checkpoint at which the row's form has changed; nothing is lost or complained of."""
+    unfit = PROMPT - 1 + 3 * EVERY
+    disk, told = await continue_row(unfit)
+    assert (0, unfit) in disk.given
+    assert (unfit, unfit + EVERY) in disk.given
+    assert (told["faults"], told["pending_spills"]) == (0, 0)
+    assert [last for _, last in disk.given] == [
+        PROMPT - 1 + n * EVERY for n in range(len(disk.given))
+    ]
