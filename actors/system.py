@@ -275,7 +275,7 @@ class Runtime:
         until = trio.current_time() + seconds
         with trio.move_on_at(until), suppress(Overloaded, Unavailable):
             await self.drain(seconds)
-            return await self.flush_cache(until - trio.current_time())
+            return await self.flush_cache(until - 1.0 - trio.current_time())  # and time to tell
         return None
 
     @property

@@ -410,7 +410,24 @@ async def test_a_stop_takes_no_longer_than_it_may(autojump_clock) -> None:
         began = trio.current_time()
         report = await runtime.drain_to_disk(120)
         assert trio.current_time() - began <= 121
-        assert report is None or not report.durable
+        assert report is not None
+        assert (report.durable, report.missing) == (False, 1)
+
+
+async def test_a_state_that_a_flush_writes_at_its_second_offer_is_not_lost(autojump_clock) -> None:
+    """It was postponed at its first, when more than half of the hour's budget was spent."""
+    disk = ScriptedDisk()
+    budget = 30_000
+    async with company(disk=disk, ssd_write_budget_bytes=budget) as (runtime, _):
+        for first in range(1, 8):
+            await cached(runtime, *range(first, first + 300))
+            assert (await runtime.flush_cache(10)).durable
+        assert budget < 2 * figures(runtime)["bytes_written"] < 1.5 * budget
+        await cached(runtime, *range(500, 520))
+        await until(lambda: figures(runtime)["over_budget_spills"] == 1)
+        report = await runtime.flush_cache(10)
+        assert (report.missing, report.pending, report.dropped) == (0, 0, 0)
+        assert report.durable
 
 
 async def test_the_write_budget_holds(autojump_clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,13 +237,17 @@ def test_a_folder_is_cleared_by_a_command(tmp_path: Path) -> None:
 
 def test_a_stop_tells_what_was_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     """And says nothing when all is well."""
-    tell_of_flush(None)
     tell_of_flush(REPORT)
+    tell_of_flush(replace(REPORT, durable=False))
     assert capsys.readouterr().err == ""
     tell_of_flush(FlushReport(False, 2, 1, 3, 512, 1, 0, 1, 120.0, 7, 4096))
     assert "3 kept prompts were not written" in capsys.readouterr().err
     tell_of_flush(FlushReport(False, 2, 1, 0, 0, 0, 0, 0, 120.0, 7, 4096))
     assert "1 kept prompt was not written" in capsys.readouterr().err
+    tell_of_flush(FlushReport(False, 2, 0, 0, 0, 0, 2, 0, 120.0, 7, 4096))
+    assert capsys.readouterr().err == "SSD cache: 2 kept prompts were given up before.\n"
+    tell_of_flush(None)
+    assert "not known" in capsys.readouterr().err
 
 
 async def test_figures_cost_no_disk(autojump_clock: object) -> None:

@@ -270,7 +270,9 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
             async def serve_to_the_end(task_status: trio.TaskStatus[list[str]]) -> None:
                 await serve(create_app(runtime, http), stop=stop, task_status=task_status)
                 if not stop.now.is_set():
-                    tell_of_flush(await runtime.drain_to_disk(SAVE_SECONDS))
+                    report = await runtime.drain_to_disk(SAVE_SECONDS)
+                    if runtime.stats().get("ssd_cache"):
+                        tell_of_flush(report)
                 nursery.cancel_scope.cancel()
 
             urls = await nursery.start(serve_to_the_end)
@@ -317,11 +319,17 @@ def _on_disk(ssd: dict[str, Any]) -> str:
 
 
 def tell_of_flush(report: FlushReport | None) -> None:
-    """Say, at a stop, which prompts are lost; nothing when none are."""
-    if report is not None and not report.durable:
-        lost = max(report.missing, report.pending)
-        what = "1 kept prompt was" if lost == 1 else f"{lost} kept prompts were"
-        click.echo(f"SSD cache: {what} not written.", err=True)
+    """Say, at a stop, which prompts are lost; nothing when none are. None: nobody knows."""
+    if report is None:
+        click.echo("SSD cache: it is not known whether all kept prompts were written.", err=True)
+        return
+    lost = max(report.missing, report.pending)
+    # Those that failed and are still in memory are missing.
+    gone = report.dropped + max(report.failed - lost, 0)
+    for count, what in ((lost, "not written"), (gone, "given up before")):
+        if count:
+            prompts = "1 kept prompt was" if count == 1 else f"{count} kept prompts were"
+            click.echo(f"SSD cache: {prompts} {what}.", err=True)
 
 
 def _kept(model: ModelInfo) -> Iterator[str]:
