@@ -26,8 +26,10 @@ from .background import on_spare_time
 
 T = TypeVar("T")
 
-LANES = 3
-"""Files worked on at once: one that is read, one that is written, and one of a running row."""
+READS = 2
+"""Files read at once: one, and one that nobody waits for any more, for it may never end."""
+WRITES = 5
+"""Files written at once: one of a kept state, and all that may come of running rows together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ class FolderDisk:
 
     def __init__(self, store: SpillStore) -> None:
         self._store = store
-        self._lanes = trio.CapacityLimiter(LANES)
+        self._reads = trio.CapacityLimiter(READS)
+        self._writes = trio.CapacityLimiter(WRITES)
 
     def find(self, ids: Sequence[int], namespace: str, trim_floor: int) -> OnDisk | None:
         """As :meth:`Disk.find`."""
@@ -161,7 +164,7 @@ class FolderDisk:
 
     async def open(self) -> None:
         """As :meth:`Disk.open`."""
-        await self._on_thread(self._store.open)
+        await self._on_thread(self._store.open, self._reads)
 
     async def save(self, candidate: Candidate, state: HostState) -> int:
         """As :meth:`Disk.save`."""
@@ -169,19 +172,23 @@ class FolderDisk:
         entry = SpillEntry(candidate.namespace, ids, kind, candidate.cuttable)
         work = partial(self._store.save, entry, state, candidate.origin)
         # What a crash would cost a row that runs grows with every second that a write takes.
-        return await self._on_thread(work, hurried=candidate.is_urgent)
+        return await self._on_thread(work, self._writes, hurried=candidate.is_urgent)
 
     async def load(self, entry: OnDisk) -> Loaded:
         """As :meth:`Disk.load`."""
         key = FileKey(entry.name)
-        found = await self._on_thread(lambda: self._store.load(key, upto=entry.useful))
+        work = partial(self._store.load, key, upto=entry.useful)
+        found = await self._on_thread(work, self._reads)
         return Loaded(found.state, found.ids, found.kind)
 
     async def reject(self, entry: OnDisk) -> None:
         """As :meth:`Disk.reject`."""
-        await self._on_thread(lambda: self._store.drop(FileKey(entry.name)))
+        # Before the next is read, which is not to wait for a write.
+        await self._on_thread(partial(self._store.drop, FileKey(entry.name)), self._reads)
 
-    async def _on_thread(self, work: Callable[[], T], *, hurried: bool = True) -> T:
+    async def _on_thread(
+        self, work: Callable[[], T], lanes: trio.CapacityLimiter, *, hurried: bool = True
+    ) -> T:
         """Wait for the disk; one that may never answer is left to itself on cancellation.
 
         What a state's bytes took on the thread's heap is given back: the thread may end, or idle.
@@ -194,4 +201,4 @@ class FolderDisk:
                 cut_heap()
 
         job = work_then_tidy if hurried else partial(on_spare_time, work_then_tidy)
-        return await trio.to_thread.run_sync(job, limiter=self._lanes, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(job, limiter=lanes, abandon_on_cancel=True)

@@ -2,7 +2,7 @@
 
 Part of the ``Spill`` actor, a task of its own on trio's thread. A thread reads a state; it then
 arrives on the device in slices between steps, so that rows that run wait for a slice at most. What
-cannot be had is a miss, and never waited for longer than computing it would take.
+cannot be had is a miss, and nobody waits for the disk longer than computing would take.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Restores:
         self._counts = counts
         self._bell = bell
         self._complaints = complaints
-        self._waiting: deque[OnDisk] = deque()
+        # With the time from which its rows compute it instead.
+        self._waiting: deque[tuple[OnDisk, float]] = deque()
         self._entry: OnDisk | None = None
         self._snapshot: SnapshotId | None = None
 
@@ -74,16 +75,18 @@ class Restores:
 
     def ask(self, entry: OnDisk) -> None:
         """Bring a state back, after those that were asked for before."""
-        self._waiting.append(entry)
+        patience = PATIENCE + entry.length * PATIENCE_PER_TOKEN
+        self._waiting.append((entry, trio.current_time() + patience))
 
     async def run(self) -> None:
         """Serve until cancelled."""
         while True:
             while not self._waiting:
                 await self._bell.wait()
-            entry = self._entry = self._waiting.popleft()
+            entry, deadline = self._waiting.popleft()
+            self._entry = entry
             began = trio.current_time()
-            answer = await self._restore(entry)
+            answer = await self._restore(entry, deadline)
             if answer.state is not None:
                 self._counts["restores"] += 1
                 self._counts["restore_us_last"] = round((trio.current_time() - began) * 1e6)
@@ -93,15 +96,14 @@ class Restores:
 
     def abandon(self) -> tuple[SnapshotId, ...]:
         """Whoever waits gets nothing; returns what has arrived of a state, to be released."""
-        if self._entry is not None:
-            self._waiting.appendleft(self._entry)
-        for entry in self._waiting:
+        waiting = [entry for entry, _ in self._waiting]
+        for entry in waiting if self._entry is None else (self._entry, *waiting):
             self._cache.post(Restored(entry, None))
         return () if self._snapshot is None else (self._snapshot,)
 
-    async def _restore(self, entry: OnDisk) -> Restored:
+    async def _restore(self, entry: OnDisk, deadline: float) -> Restored:
         nothing = Restored(entry, None)
-        loaded = await self._load(entry)
+        loaded = await self._load(entry, deadline)
         model, load = self._view.model, self._view.loads
         if loaded is None or model is None:
             return nothing
@@ -124,8 +126,10 @@ class Restores:
         state = Candidate(snapshot, entry.namespace, ids, made.nbytes, loaded.kind, cuttable)
         return Restored(entry, state)
 
-    async def _load(self, entry: OnDisk) -> Loaded | None:
-        with trio.move_on_after(PATIENCE + entry.length * PATIENCE_PER_TOKEN):
+    async def _load(self, entry: OnDisk, deadline: float) -> Loaded | None:
+        if trio.current_time() >= deadline:
+            return None  # those before it took all of its time
+        with trio.move_on_at(deadline):
             try:
                 return await self._disk.load(entry)
             except SpillFault as fault:

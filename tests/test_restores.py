@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from company import ask, company, counted, nothing_left, read, run, settle, until
 
 from mlx_troupe.actors import restores
@@ -213,6 +214,28 @@ async def test_an_actor_that_crashes_between_two_slices_gives_back_what_arrived(
         await settle(runtime)
         nothing_left(runtime, device)
         assert device.slices == SLICES[:1]
+
+
+async def test_rows_wait_for_a_stalled_disk_together_and_not_one_after_the_other(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """From when each asked, about as long as computing takes; the next one to ask as long again."""
+    prompts = [tuple(range(start, start + 50)) for start in (100, 300, 500)]
+    disk = ScriptedDisk()
+    async with company(disk=disk) as (runtime, _):
+        for prompt in prompts:
+            await run(runtime, ask(*prompt))
+        assert (await runtime.flush_cache(60)).durable
+    disk.load_seconds = 1e6
+    async with company(disk=disk) as (runtime, device):
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for prompt in prompts:
+                nursery.start_soon(run, runtime, ask(*prompt))
+        assert trio.current_time() - began < restores.PATIENCE + 1
+        assert figures(runtime)["faults"] == 1
+        await settle(runtime)
+        nothing_left(runtime, device)
 
 
 @pytest.mark.parametrize(
