@@ -183,8 +183,7 @@ class SpillActor:
 
     async def _save_all(self) -> None:
         while True:
-            candidate = self._next()
-            self._release()
+            candidate = None if self._restores.is_busy else self._next()
             if candidate is None:
                 await self._bell.wait()
                 continue
@@ -196,8 +195,7 @@ class SpillActor:
     async def _save_checkpoints(self) -> None:
         """Save states of rows that run. No rests: the rows' own pace is one."""
         while True:
-            candidate = self.queue.take(trio.current_time(), urgent=True)
-            self._release()
+            candidate = self._next(urgent=True)
             if candidate is None:
                 await self._bell.wait()
                 continue
@@ -205,10 +203,14 @@ class SpillActor:
             self._release()
             self._bell.ring()
 
-    def _next(self) -> Candidate | None:
-        if self._restores.is_busy:
-            return None
-        return self.queue.take(trio.current_time())
+    def _next(self, *, urgent: bool = False) -> Candidate | None:
+        before = len(self.queue)
+        candidate = self.queue.take(trio.current_time(), urgent=urgent)
+        self._release()
+        if len(self.queue) != before:
+            # Some were given up, and a flush may have waited for nothing else.
+            self._bell.ring()
+        return candidate
 
     async def _save(self, candidate: Candidate, *, whole: bool = False) -> float:
         """Write a state, or learn why not; how many seconds the disk took.

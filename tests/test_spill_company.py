@@ -430,6 +430,18 @@ async def test_a_state_that_a_flush_writes_at_its_second_offer_is_not_lost(autoj
         assert report.durable
 
 
+async def test_a_flush_hears_of_states_that_the_budget_has_no_room_for(autojump_clock) -> None:
+    """It does not wait to its end for a queue that they left, all at once, before any write."""
+    disk = ScriptedDisk(open_seconds=20)
+    async with company(disk=disk, ssd_write_budget_bytes=10) as (runtime, _):
+        await cached(runtime, *LONG)
+        assert not disk.is_open
+        began = trio.current_time()
+        report = await runtime.flush_cache(1000)
+        assert trio.current_time() - began < 20
+        assert (report.durable, report.missing, report.pending) == (False, 1, 0)
+
+
 async def test_the_write_budget_holds(autojump_clock) -> None:
     """No more bytes in an hour than it says, however many states come."""
     disk = ScriptedDisk()
