@@ -126,7 +126,8 @@ class Export:
 class Import:
     """Keep a state that was exported, under a new id: some of its layers, between two steps.
 
-    The reply is None until the last of them is there. It may be StateRefused.
+    The reply is None until the last of them is there. It may be StateRefused, and NoRoom where
+    the state is in order, or where nobody knows what went wrong.
     """
 
     snapshot: SnapshotId

@@ -21,7 +21,7 @@ import trio
 from mlx_troupe.runtime.adapter_table import Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import Device, StepPlan
-from mlx_troupe.runtime.errors import AdapterError, ModelError, StateRefused, TroupeError
+from mlx_troupe.runtime.errors import AdapterError, ModelError, NoRoom, StateRefused, TroupeError
 
 from .messages import (
     Broke,
@@ -177,6 +177,15 @@ class Conductor:
                 self._post(Imported(command.reply, made, self._device.stats()))
         except StateRefused as error:
             self._post(HostingRefused(command.reply, error))
+        except Exception as error:  # rows go on; a device that is broken fails at its next step
+            log.warning("a kept state could not be moved", exc_info=error)
+            words = f"{type(error).__name__}: {error}"
+            if isinstance(command, Export):
+                self._post(HostingRefused(command.reply, StateRefused(words)))
+            else:
+                self._device.release((command.snapshot,))
+                # Not the state's fault, as far as anybody knows: its file stays.
+                self._post(HostingRefused(command.reply, NoRoom(words)))
 
     def _launch(self, plan: StepPlan) -> None:
         if self._under_way and not self._device.overlaps(plan):

@@ -41,7 +41,7 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.errors import StateRefused, Unavailable
+from mlx_troupe.runtime.errors import NoRoom, StateRefused, Unavailable
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.spill.state import HostLayer, HostState
 
@@ -126,6 +126,45 @@ async def test_what_is_refused_breaks_nothing(window: int | None) -> None:
     assert set(rig.device.snapshots) == {KEPT}
     rig.conductor.perform(Import(BACK, good, Reply()))
     assert isinstance(rig.events.pop(), Imported)
+
+
+class Poor(ScriptedDevice):
+    """A device without memory for bytes that come or go; some of a state may be there by then."""
+
+    def export(
+        self, snapshot: SnapshotId, first_layer: int, count: int, since: int = 0
+    ) -> tuple[HostLayer, ...]:
+        raise MemoryError("no memory")
+
+    def import_state(
+        self,
+        snapshot: SnapshotId,
+        state: HostState,
+        adapters: tuple[str, ...] = (),
+        first_layer: int = 0,
+        count: int | None = None,
+    ) -> SnapshotMade | None:
+        self.arriving[snapshot] = state, first_layer
+        raise RuntimeError("no memory")
+
+
+async def test_a_move_that_fails_costs_no_row(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor the file that a state came from; the rows' next step is made, and all of it is told."""
+    rig = Rig(Poor())
+    refused = rig.export(KEPT, 0, 9)
+    assert isinstance(refused, HostingRefused)
+    assert type(refused.error) is StateRefused
+    rig.conductor.perform(Import(BACK, HostState(3, ()), Reply()))
+    refused = rig.events.pop()
+    assert isinstance(refused, HostingRefused)
+    assert isinstance(refused.error, NoRoom)
+    assert not rig.device.arriving
+    rig.conductor.perform(Launch(StepPlan(StepId(9), decode=(A,))))
+    rig.conductor.perform(Settle())
+    settled = rig.events.pop()
+    assert isinstance(settled, Settled)
+    assert settled.done.sampled
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
 
 
 @dataclass

@@ -156,16 +156,18 @@ async def test_a_server_that_stops_between_two_slices_stops(disk: ScriptedDisk) 
         assert await cached(runtime) == len(LONG) - 1
 
 
-def broken() -> None:
-    raise RuntimeError("broken")
-
-
 async def test_a_device_that_breaks_between_two_slices_costs_no_file(disk: ScriptedDisk) -> None:
     """The rest does not go to the next device, which knows nothing of the state's first half."""
     device = Slicing()
+
+    def broken() -> None:
+        device.fail_next = RuntimeError("broken")
+
     async with company(device, disk=disk) as (runtime, _):
         device.meddle = broken
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, runtime, ask(500, max_tokens=400))
+            await until(lambda: len(device.log) > 5)
             nursery.start_soon(run, runtime, ask(*LONG))
             await until(lambda: device.opened == 2)
             device.meddle = None
@@ -175,6 +177,32 @@ async def test_a_device_that_breaks_between_two_slices_costs_no_file(disk: Scrip
         assert await cached(runtime) == len(LONG) - 1
         await settle(runtime)
         nothing_left(runtime, device)
+
+
+async def test_a_slice_that_fails_costs_no_row_and_no_file(disk: ScriptedDisk) -> None:
+    """Whoever waits for the state computes; all others go on, and the next one has it."""
+    device = Slicing()
+
+    def short() -> None:
+        raise MemoryError("for once")
+
+    async with company(device, disk=disk) as (runtime, _), trio.open_nursery() as nursery:
+        texts: list[str] = []
+
+        async def talk() -> None:
+            texts.append((await run(runtime, ask(500, max_tokens=400)))[0])
+
+        nursery.start_soon(talk)
+        await until(lambda: len(device.log) > 5)
+        device.meddle = short
+        assert await cached(runtime) == 0
+        device.meddle = None
+        await settle(runtime)
+        assert (device.opened, texts) == (1, [counted(500, 400)])
+        assert figures(runtime)["faults"] == 0
+        nothing_left(runtime, device)
+    async with company(Slicing(), disk=disk) as (runtime, _):
+        assert await cached(runtime) == len(LONG) - 1
 
 
 async def test_what_is_refused_between_two_slices_is_computed(disk: ScriptedDisk) -> None:
