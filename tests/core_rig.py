@@ -262,8 +262,8 @@ class Rig:
                     self.lookups.append(effect)
                 case Store():
                     self._store(effect)
-                case ReturnLease(lease):
-                    self.device.release(self.cache.end_lease(lease))
+                case ReturnLease(lease, taken):
+                    self.device.release(self.cache.end_lease(lease, taken=taken))
                 case Discard(snapshot):
                     self.device.release((snapshot,))
 

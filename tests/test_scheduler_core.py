@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mlx_troupe.runtime.device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, StepPlan
 from mlx_troupe.runtime.requests import FinishReason
 from mlx_troupe.runtime.scheduling.chunks import MAX_CHUNK, MIN_CHUNK, ChunkSizer
-from mlx_troupe.runtime.scheduling.effects import RowBroken, RowEnded, Started
+from mlx_troupe.runtime.scheduling.effects import ReturnLease, RowBroken, RowEnded, Started
 
 BASES = tuple(
     tuple(1 + i * k % 5 for i in range(n)) for n, k in ((0, 1), (20, 2), (70, 3), (300, 7))
@@ -652,6 +652,46 @@ def test_a_start_from_the_cache_returns_its_lease_when_the_step_is_done() -> Non
     assert rig.cache.stats().leases == 1
     rig.settle()
     assert rig.cache.stats().leases == 0
+    rig.drain()
+
+
+def returned(rig: Rig) -> list[bool]:
+    """A step ends: of each lease that it gives back, whether a row goes on from the state."""
+    effects = rig.core.settled(rig.device.settle())
+    rig.perform(effects)
+    return [effect.taken for effect in effects if isinstance(effect, ReturnLease)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_large_state_is_handed_over_only_to_a_row_that_runs(fails: bool) -> None:
+    """One whose row has failed in its first step stays for the next."""
+    rig = Rig(script=endless, budget=150)
+    rig.submit(ramp(100), limit=2)
+    rig.drain()
+    row = rig.submit((*ramp(100), 5), limit=2)
+    assert row is not None
+    rig.device.poisoned.update({row} if fails else ())
+    rig.answer()
+    assert isinstance(rig.plan_one().start[0].source, FromSnapshot)
+    assert returned(rig) == [not fails]
+    assert len(rig.cache) == fails
+    rig.drain()
+
+
+def test_a_state_is_not_handed_over_to_a_row_that_starts_from_another_row() -> None:
+    """What was lent to it serves others as before."""
+    rig = Rig(script=endless)
+    rig.submit(ramp(100), limit=2)
+    rig.drain()
+    longer = (*ramp(100), *ramp(60, 7))
+    rig.submit(longer, limit=50)
+    rig.answer()
+    rig.plan_one()
+    assert returned(rig) == [True]
+    rig.submit((*longer, 5), limit=2)
+    rig.answer()
+    assert isinstance(rig.plan_one().start[0].source, FromRow)
+    assert returned(rig) == [False]
     rig.drain()
 
 

@@ -158,8 +158,12 @@ class SchedulerCore:
         self.sizer.saw(
             prefilled=planned.prefilled, decoded=len(planned.plan.decode), seconds=done.seconds
         )
-        effects: list[Effect] = [ReturnLease(lease, taken=True) for lease in planned.leases]
-        self._orphan({failed.row for failed in done.failed})
+        lost = {failed.row for failed in done.failed}
+        effects: list[Effect] = [
+            ReturnLease(lent.lease, taken=lent.row is not None and lent.row not in lost)
+            for lent in planned.leases
+        ]
+        self._orphan(lost)
         for failed in done.failed:
             if (row := self._row_in(done.step, failed.row)) is not None:
                 effects += self._row_failed(row, failed.reason, done.step)
@@ -182,7 +186,7 @@ class SchedulerCore:
                 self._tally.failed += 1
                 effects.append(RowBroken(row.id, reason))
         for planned in self._steps:
-            effects += [ReturnLease(lease) for lease in planned.leases]
+            effects += [ReturnLease(lent.lease) for lent in planned.leases]
         self._steps.clear()
         self._keeps.clear()
         return tuple(effects)

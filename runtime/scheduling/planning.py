@@ -6,7 +6,7 @@ which tasks happened to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..device import (
@@ -47,13 +47,21 @@ class PendingKeep:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """A lease of a row that starts; ``row`` is None where it starts from something else."""
+
+    lease: LeaseId
+    row: RowId | None
+
+
+@dataclass(frozen=True, slots=True)
 class Planned:
     """A step with what must be remembered until it settles."""
 
     plan: StepPlan
     keeps: tuple[PendingKeep, ...]
     started: tuple[Row, ...]
-    leases: tuple[LeaseId, ...]
+    leases: tuple[Lent, ...]
     prefilled: int
 
 
@@ -98,14 +106,11 @@ class Planner:
             prefill=tuple(prefill),
             decode=tuple(row.id for row in decode),
         )
-        leases = tuple(row.lease for row in started if row.lease is not None)
-        for row in started:
-            row.lease = None
         return Planned(
             plan,
             tuple(pending for _, pending in keeps),
             tuple(started),
-            leases,
+            tuple(_lent(starts, started)),
             sum(part.count for part in prefill),
         )
 
@@ -241,6 +246,14 @@ class Planner:
             row.processed += 1
             chosen.append(row)
         return chosen
+
+
+def _lent(starts: list[StartRow], started: list[Row]) -> Iterator[Lent]:
+    """The leases of rows that start, which no longer have them."""
+    for start, row in zip(starts, started, strict=True):
+        lease, row.lease = row.lease, None
+        if lease is not None:
+            yield Lent(lease, row.id if isinstance(start.source, FromSnapshot) else None)
 
 
 def _stop_at_shared(row: Row, count: int, waits: list[int], model: ModelInfo) -> int:
