@@ -137,10 +137,9 @@ class Folder(RuleBasedStateMachine):
         try:
             other.save(made, state(made))
         except TooLarge:
-            pass
-        else:
-            self.saved.add(made)
-        self.damaged = True  # what it evicted is missed here, if only to find out
+            return
+        self.saved.add(made)
+        self.damaged = True  # what it evicted is missed here
 
     @invariant()
     def agrees(self) -> None:

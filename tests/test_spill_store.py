@@ -289,6 +289,22 @@ def test_a_state_larger_than_the_cap_costs_nothing(tmp_path: Path) -> None:
     assert faults(store) == {"too_large": 1}
 
 
+def test_a_delta_that_cannot_fit_beside_its_parent_costs_nothing(tmp_path: Path) -> None:
+    """What it continues must stay, and all the rest would not be room enough."""
+    clock = Ticks()
+    ids = tuple(range(1, 200))
+    parent, other, child = entry(*ids[:20]), entry(500, 501), entry(*ids)
+    store = opened(tmp_path, clock=clock)
+    held = store.save(parent, state(parent)) + store.save(other, state(other))
+    size = opened(tmp_path / "elsewhere").save(child, state(child))
+    store = opened(tmp_path, max_bytes=size, clock=clock)
+    with pytest.raises(TooLarge):
+        store.save(child, state(child, 20))
+    store.check_integrity()
+    assert [store.has(each.key) for each in (parent, other)] == [True, True]
+    assert store.stats().bytes == held
+
+
 def test_clearing_removes_all_of_ours_and_nothing_else(tmp_path: Path) -> None:
     """Other files in the folder are not our business."""
     foreign = tmp_path / "model.safetensors"

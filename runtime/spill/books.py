@@ -209,10 +209,13 @@ class Books:
     def make_room(self, size: int, max_bytes: int) -> tuple[str, ...]:
         """Give files up, dead ones first, then the oldest, until ``size`` more bytes fit.
 
-        What a load or save needs, or another entry continues, stays; so it may not be enough.
+        What a load or save needs, and what that continues, stays: where the rest would not be
+        enough, nothing is given up.
         """
         excess = self.bytes + size - max_bytes
         gone: list[str] = []
+        if excess > self._bytes - self._needed():
+            return ()
         while excess > 0 and self._dead:
             name = next(iter(self._dead))
             excess -= self._dead[name]
@@ -229,6 +232,16 @@ class Books:
                 gone += self._take(slot.key)
                 excess -= before - self._bytes
         return tuple(gone)
+
+    def _needed(self) -> int:
+        """Bytes of the entries that loads and saves under way need, and of those they continue."""
+        needed: set[FileKey] = set()
+        for slot in self._slots.values():
+            key: FileKey | None = slot.key if slot.pins else None
+            while key is not None and key not in needed:
+                needed.add(key)
+                key = self._slots[key].parent
+        return sum(self._slots[key].size for key in needed)
 
     def reserve(self, size: int) -> None:
         """Count bytes that are about to be written; negative once they are, or never will be."""
