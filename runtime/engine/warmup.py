@@ -22,6 +22,16 @@ SAMPLED = (
         presence_penalty=0.1,
         frequency_penalty=0.1,
     ),
+    # Penalties that look back without a limit are computed in another way.
+    Sampling(
+        temperature=1.0,
+        repetition_penalty=1.1,
+        repetition_context_size=0,
+        presence_penalty=0.1,
+        presence_context_size=0,
+        frequency_penalty=0.1,
+        frequency_context_size=0,
+    ),
     Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01),
     Sampling(temperature=1.0, hlg=Hlg()),
     Sampling(temperature=1.0, curve=((-9.0, -12.0), (-3.0, -2.0), (0.0, 0.0))),
