@@ -152,6 +152,13 @@ async def served(**settings: Any) -> AsyncIterator[tuple[httpx.Client, Runtime]]
             yield client, runtime
 
 
+def assert_same_answer(one: Seen, other: Seen) -> None:
+    """Two requests were answered alike, under ids of their own."""
+    first, second = one.put_together(), other.put_together()
+    assert first.pop("id") != second.pop("id")
+    assert first == second
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("grace", [30.0, 0.0], ids=["running row", "record"])
 async def test_cut_at_every_event(path: str, grace: float) -> None:
@@ -224,9 +231,7 @@ async def test_cut_before_the_first_token(grace: float, monkeypatch: pytest.Monk
             await until(lambda: len(runtime._streams) > runtime._streams.left)
             workers[0].gate.set()
         assert seen.done
-        one, other = straight.put_together(), seen.put_together()
-        assert one.pop("id") != other.pop("id")
-        assert one == other
+        assert_same_answer(straight, seen)
 
 
 async def test_one_event_at_a_time() -> None:
@@ -240,9 +245,7 @@ async def test_one_event_at_a_time() -> None:
             if seen.done:
                 break
         assert seen.done
-        one, other = straight.put_together(), seen.put_together()
-        assert one.pop("id") != other.pop("id")
-        assert one == other
+        assert_same_answer(straight, seen)
 
 
 async def test_a_stream_that_is_not_held_goes_on_from_its_record(
@@ -256,9 +259,7 @@ async def test_a_stream_that_is_not_held_goes_on_from_its_record(
         await read(client, path, straight, 0, request_id="straight")
         await read(client, path, seen, len(straight.events) // 2, request_id="long")
         await read(client, path, seen, 0, request_id="long")
-        one, other = straight.put_together(), seen.put_together()
-        assert one.pop("id") != other.pop("id")
-        assert one == other
+        assert_same_answer(straight, seen)
 
 
 async def test_unknown_streams() -> None:
