@@ -100,11 +100,8 @@ def resolve_sampling(
     top_k = defaults.top_k if wanted.top_k is None else wanted.top_k
     if top_k < -1:
         raise InvalidRequest(f"top_k must be 0 (off) or more, got {top_k}", param="top_k")
-    repetition = wanted.repetition_penalty
-    if repetition is not None and not (math.isfinite(repetition) and repetition > 0):
-        raise InvalidRequest(
-            f"repetition_penalty must be over 0, got {repetition}", param="repetition_penalty"
-        )
+    # What a logit is divided by: much less would make it infinite.
+    repetition = _within("repetition_penalty", wanted.repetition_penalty, 0.01, 100.0, 1.0)
     hlg = _hlg(wanted, defaults)
     bent = hlg is not None or wanted.curve is not None
     top_p = _within("top_p", wanted.top_p, 0.0, 1.0, defaults.top_p)
@@ -118,12 +115,12 @@ def resolve_sampling(
         xtc_threshold=_within("xtc_threshold", wanted.xtc_threshold, 0.0, 0.5, 0.1),
         seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
         logit_bias=wanted.logit_bias,
-        repetition_penalty=0.0 if repetition in (None, 1.0) else float(repetition or 0.0),
-        repetition_context_size=_window("repetition", wanted.repetition_context_size),
+        repetition_penalty=0.0 if repetition == 1.0 else repetition,
+        repetition_context_size=_window("repetition", wanted.repetition_context_size, model),
         presence_penalty=_within("presence_penalty", wanted.presence_penalty, -2.0, 2.0, 0.0),
-        presence_context_size=_window("presence", wanted.presence_context_size),
+        presence_context_size=_window("presence", wanted.presence_context_size, model),
         frequency_penalty=_within("frequency_penalty", wanted.frequency_penalty, -2.0, 2.0, 0.0),
-        frequency_context_size=_window("frequency", wanted.frequency_context_size),
+        frequency_context_size=_window("frequency", wanted.frequency_context_size, model),
         hlg=hlg,
         curve=wanted.curve,
     )
@@ -205,7 +202,8 @@ def _within(name: str, value: float | None, low: float, high: float, default: fl
     return float(value)
 
 
-def _window(name: str, value: int | None) -> int:
+def _window(name: str, value: int | None, model: ModelInfo) -> int:
+    """Of a penalty: no row has more tokens than its model's window, so as many are all."""
     if value is None:
         return 20
     if value < 0:
@@ -213,7 +211,7 @@ def _window(name: str, value: int | None) -> int:
             f"{name}_context_size must be 0 (all) or more, got {value}",
             param=f"{name}_context_size",
         )
-    return value
+    return 0 if value >= (model.context_window or UNKNOWN_WINDOW) else value
 
 
 def _generation_config(path: Path) -> dict[str, object]:

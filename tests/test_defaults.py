@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.parsing import parse_json
 from mlx_troupe.runtime.defaults import SamplingDefaults, resolve_sampling
 from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.errors import InvalidRequest
 from mlx_troupe.runtime.requests import GenerationRequest, SamplingRequest, TokenPrompt
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.testing import EOS, ByteTokenizer
@@ -56,6 +58,33 @@ def test_a_request_comes_before_all(tmp_path: Path) -> None:
     wanted = SamplingRequest(temperature=0.0, top_p=0.0, top_k=0, min_p=0.0, seed=5)
     row = resolve_sampling(wanted, defaults(tmp_path, FILE, temperature=1.0), MODEL)
     assert (row.temperature, row.top_p, row.top_k, row.min_p, row.seed) == (0, 0, 0, 0, 5)
+
+
+def test_a_penalty_s_window_is_never_longer_than_a_row(tmp_path: Path) -> None:
+    """Room is made for as many tokens as it says, so a number of any size must not reach a row."""
+    longest = MODEL.context_window
+    assert longest is not None
+    for asked, kept in ((longest - 1, longest - 1), (longest, 0), (1 << 40, 0), (10**400, 0)):
+        wanted = SamplingRequest(
+            repetition_context_size=asked, presence_context_size=asked, frequency_context_size=asked
+        )
+        row = resolve_sampling(wanted, defaults(tmp_path, None), MODEL)
+        windows = (
+            row.repetition_context_size,
+            row.presence_context_size,
+            row.frequency_context_size,
+        )
+        assert windows == (kept, kept, kept)
+
+
+def test_a_repetition_penalty_never_makes_a_logit_infinite(tmp_path: Path) -> None:
+    """For callers of the library, who are not stopped at the edge."""
+    for value in (0.0, 1e-40, 1000.0, math.nan):
+        with pytest.raises(InvalidRequest) as caught:
+            resolve_sampling(
+                SamplingRequest(repetition_penalty=value), defaults(tmp_path, None), MODEL
+            )
+        assert caught.value.param == "repetition_penalty"
 
 
 def test_requests_without_a_seed_never_share_one() -> None:

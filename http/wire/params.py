@@ -2,7 +2,7 @@
 
 Pure functions; no task, no clock. Ranges (both ends allowed unless said otherwise): temperature
 0–5; top_p and min_p 0–1, where 0 is off; top_k ≥ -1, where -1, 0 and anything from the vocabulary
-size up are off; presence and frequency penalty -2–2; repetition_penalty above 0, up to 100;
+size up are off; presence and frequency penalty -2–2; repetition_penalty 0.01–100;
 logit_bias -100–100 for ids within the vocabulary; max_tokens ≥ 1, clipped by the context window;
 seed any 64-bit integer; up to 16 stop strings, none empty. Of max_completion_tokens and
 max_tokens the former wins.
@@ -10,7 +10,6 @@ max_tokens the former wins.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class GenerationParams(StructuredParams, kw_only=True):
     xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
     seed: int | None = None
     logit_bias: object = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Penalty | None = None
     presence_context_size: Count | None = None
@@ -189,7 +188,7 @@ def to_bias(value: object, vocab_size: int | None) -> tuple[tuple[int, float], .
         is_number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
         if not _TOKEN_ID.fullmatch(key) or not is_number:
             raise _bad_bias()
-        if not (math.isfinite(amount) and -MAX_BIAS <= amount <= MAX_BIAS):
+        if not -MAX_BIAS <= amount <= MAX_BIAS:  # NaN is not, either
             raise InvalidRequest(
                 "logit_bias: values must be between -100 and 100", param="logit_bias"
             )
