@@ -17,6 +17,7 @@ import trio
 from mlx_troupe.runtime.heap import cut_heap
 from mlx_troupe.runtime.prefix.entries import Kind
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.spill.crowded import Crowded
 from mlx_troupe.runtime.spill.index import FileKey, Near
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
@@ -84,6 +85,14 @@ class Disk(Protocol):
         """Whether a state, or one that covers it, is on the disk."""
         ...
 
+    def crowded_out(self, candidate: Candidate) -> Crowded | None:
+        """Whether a state is not on the disk for want of room, and in which way."""
+        ...
+
+    def note_use(self, candidate: Candidate) -> bool:
+        """Memory lent a state: what serves as much here goes later. As :meth:`holds` else."""
+        ...
+
     def continued(self, candidate: Candidate) -> int:
         """How many of a state's first tokens may be left out of what :meth:`save` is given."""
         ...
@@ -143,6 +152,14 @@ class FolderDisk:
         # A lookup leaves out the last id.
         hit = self._store.lookup((*candidate.ids, 0), candidate.namespace)
         return hit is not None and hit.length == len(candidate.ids)
+
+    def crowded_out(self, candidate: Candidate) -> Crowded | None:
+        """As :meth:`Disk.crowded_out`."""
+        return self._store.crowded_out(candidate.ids, candidate.namespace)
+
+    def note_use(self, candidate: Candidate) -> bool:
+        """As :meth:`Disk.note_use`."""
+        return self._store.note_use(candidate.ids, candidate.namespace)
 
     def continued(self, candidate: Candidate) -> int:
         """As :meth:`Disk.continued`."""

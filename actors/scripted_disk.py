@@ -78,6 +78,13 @@ class ScriptedDisk:
         await self._spend("open", self.open_seconds)
         self.is_open = True
 
+    def crowded_out(self, candidate: Candidate) -> None:
+        """It has room for everything."""
+
+    def note_use(self, candidate: Candidate) -> bool:
+        """Nothing ever goes."""
+        return self.holds(candidate)
+
     def continued(self, candidate: Candidate) -> int:
         """Every state is kept whole."""
         return 0

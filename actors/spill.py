@@ -16,7 +16,7 @@ import trio
 
 from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.errors import StateRefused, Unavailable
-from mlx_troupe.runtime.spill.faults import SpillFault, Unfit
+from mlx_troupe.runtime.spill.faults import SpillFault, TooLarge, Unfit
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
@@ -241,7 +241,10 @@ class SpillActor:
                 # was to continue is gone.
                 return await self._save(candidate, whole=True)
             self._complaints.fault(fault)
-            self.queue.failed(candidate)
+            if isinstance(fault, TooLarge):
+                self.queue.unfitting(candidate)
+            else:
+                self.queue.failed(candidate)
         else:
             self._complaints.forget()
             self.queue.written(candidate, written, trio.current_time())
@@ -298,7 +301,8 @@ class SpillActor:
         self._flushes.remove(flush)
 
     def _report(self, flush: FlushDisk, seconds: float) -> FlushReport:
-        missing = sum(not self._disk.holds(candidate) for candidate in flush.candidates)
+        absent = [each for each in flush.candidates if not self._disk.holds(each)]
+        missing = len(absent)
         stats = self._disk.stats()
         # One that was postponed is missing, unless it was written when it was asked for again.
         dropped = self._since_last("dropped", "over_budget")
@@ -312,6 +316,7 @@ class SpillActor:
             on_device=self.queue.on_device,
             dropped=dropped,
             failed=failed,
+            crowded=sum(self._disk.crowded_out(each) is not None for each in absent),
             seconds=seconds,
             entries=stats.entries,
             longest_tokens=stats.longest_tokens,

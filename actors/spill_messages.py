@@ -44,6 +44,7 @@ class FlushReport:
         pending, pending_bytes: states that still wait to be written; on_device: those of them
             that only the device has.
         dropped, failed: states that were given up since the last report.
+        crowded: of those missing, those that the disk's cap has no room for.
         seconds: what it took.
         entries: states on the disk; longest_tokens: of the longest of them.
     """
@@ -59,6 +60,7 @@ class FlushReport:
     seconds: float
     entries: int
     longest_tokens: int
+    crowded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,8 @@ class SsdTier:
     def keep(self, candidate: Candidate, now: float) -> None:
         """Memory keeps a state: the disk had better have it too."""
         self._kept[candidate.snapshot] = _Kept(candidate, now, now)
-        self._spill.post(Save(candidate))
+        if self._disk.crowded_out(candidate) != "too_large":
+            self._spill.post(Save(candidate))
 
     def use(self, snapshot: SnapshotId, now: float) -> None:
         """A state was lent. One that is asked for again is worth another offer."""
@@ -167,7 +168,11 @@ class SsdTier:
             return
         kept.used = now
         self._kept.move_to_end(snapshot)
-        self._offer(kept, now)
+        if (
+            not self._disk.note_use(kept.candidate)
+            and self._disk.crowded_out(kept.candidate) != "too_large"
+        ):
+            self._offer(kept, now)
 
     def let_go(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Memory gives up states; the spill actor says when the device may."""
@@ -177,9 +182,13 @@ class SsdTier:
         self._spill.post(Forget(snapshots))
 
     def flush(self, reply: Reply[FlushReport], until: float, now: float) -> None:
-        """Offer every state that is not on the disk, and have the reply say how that went."""
+        """Offer every state that is not on the disk, and have the reply say how that went.
+
+        One that the disk had no room for is not, until it is used: it would take another's place.
+        """
         for kept in self._kept.values():
-            self._offer(kept, now)
+            if not self._disk.crowded_out(kept.candidate):
+                self._offer(kept, now)
         candidates = tuple(kept.candidate for kept in self._kept.values())
         self._spill.post(FlushDisk(reply, candidates, until))
 
@@ -197,7 +206,9 @@ class SsdTier:
             if self._disk.holds(kept.candidate):
                 gone.append(snapshot)
             elif now - kept.offered >= self._demote_after:
-                self._offer(kept, now)
+                kept.offered = now
+                if not self._disk.crowded_out(kept.candidate):
+                    self._offer(kept, now)
         self._counts["demotions"] += len(gone)
         return tuple(gone)
 

@@ -44,6 +44,7 @@ def _figures(report: FlushReport) -> dict[str, object]:
         "pendingSpillBytes": report.pending_bytes,
         "droppedSpills": report.dropped,
         "failedSpills": report.failed,
+        "crowdedOutSnapshots": report.crowded,
         "elapsedMs": round(report.seconds * 1000, 3),
         "entries": report.entries,
         "longest_durable_prefix_tokens": report.longest_tokens,

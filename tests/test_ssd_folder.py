@@ -229,6 +229,67 @@ async def test_the_folder_stays_under_its_cap(tmp_path: Path) -> None:
             assert figures(runtime)["bytes"] == held
 
 
+async def test_a_flush_writes_in_no_circle_where_the_disk_is_smaller_than_memory(
+    tmp_path: Path,
+) -> None:
+    """What has no room is told each time and written once; what is used again takes its place."""
+    disk = FolderDisk(SpillStore(tmp_path, max_bytes=20_000))
+    prompts = [tuple((start * 7 + i) % 900 + 1 for i in range(300)) for start in range(0, 40, 4)]
+    async with company(disk=disk, batch=STREAMS) as (runtime, _):
+        for prompt in prompts:
+            await run(runtime, ask(*prompt))
+        first = await runtime.flush_cache(PATIENCE)
+        assert not first.durable
+        assert first.missing == first.crowded > 0
+        assert first.flushed > 0
+        written, there = figures(runtime)["bytes_written"], set(files_of(tmp_path))
+        for _ in range(3):
+            again = await runtime.flush_cache(PATIENCE)
+            assert (again.durable, again.missing, again.crowded) == (False,) + (first.missing,) * 2
+            assert (again.dropped, again.failed, again.pending) == (0, 0, 0)
+        assert figures(runtime)["bytes_written"] == written
+        assert set(files_of(tmp_path)) == there
+        # The one that went first is asked for again: it is worth a place.
+        await run(runtime, ask(*prompts[0], max_tokens=1))
+        await settle(runtime)
+        after = await runtime.flush_cache(PATIENCE)
+        assert (after.missing, after.crowded) == (first.missing, first.crowded)
+        assert figures(runtime)["bytes_written"] > written
+        assert len(set(files_of(tmp_path)) - there) == 1
+
+
+async def test_a_state_larger_than_the_cap_is_judged_once(tmp_path: Path) -> None:
+    """It is dropped and counted at first; later flushes only say that it is not there."""
+    disk = FolderDisk(SpillStore(tmp_path, max_bytes=1_000))
+    async with company(disk=disk) as (runtime, _):
+        await stream(runtime, 900)
+        first = await runtime.flush_cache(PATIENCE)
+        assert (first.missing, first.crowded, first.dropped, first.failed) == (1, 1, 1, 0)
+        for _ in range(2):
+            await stream(runtime, 900)
+            again = await runtime.flush_cache(PATIENCE)
+            assert (again.missing, again.crowded, again.dropped) == (1, 1, 0)
+        assert figures(runtime)["faults"] == 1
+
+
+async def test_what_memory_uses_goes_last_on_disk(tmp_path: Path) -> None:
+    """A prompt that memory serves is never read from the disk, and is in use all the same."""
+    disk = FolderDisk(SpillStore(tmp_path, max_bytes=20_000))
+    prompts = [tuple((start * 7 + i) % 900 + 1 for i in range(300)) for start in range(0, 40, 4)]
+    async with company(disk=disk) as (runtime, _):
+        for prompt in prompts:
+            await run(runtime, ask(*prompt, max_tokens=1))
+            await run(runtime, ask(*prompts[0], max_tokens=1))
+            await settle(runtime)
+            await runtime.flush_cache(PATIENCE)
+        assert figures(runtime)["evictions"] > 0
+        assert figures(runtime)["spills"] == len(prompts)
+    async with company(disk=FolderDisk(SpillStore(tmp_path))) as (runtime, _):
+        _, end = await run(runtime, ask(*prompts[0]))
+        assert isinstance(end, Finished)
+        assert end.usage.cached_tokens == len(prompts[0]) - 1
+
+
 async def test_no_file_is_for_others_to_read(tmp_path: Path) -> None:
     """0600 in 0700, whatever the umask; without a flag nothing is written at all."""
     folder = tmp_path / "cache"

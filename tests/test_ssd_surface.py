@@ -106,6 +106,7 @@ async def test_a_flush_is_200_only_when_all_is_durable() -> None:
         "pendingSpillBytes": 0,
         "droppedSpills": 0,
         "failedSpills": 0,
+        "crowdedOutSnapshots": 0,
         "elapsedMs": 250.0,
         "entries": 7,
         "longest_durable_prefix_tokens": 4096,
@@ -246,6 +247,11 @@ def test_a_stop_tells_what_was_not_written(capsys: pytest.CaptureFixture[str]) -
     assert "1 kept prompt was not written" in capsys.readouterr().err
     tell_of_flush(FlushReport(False, 2, 0, 0, 0, 0, 2, 0, 120.0, 7, 4096))
     assert capsys.readouterr().err == "SSD cache: 2 kept prompts were given up before.\n"
+    tell_of_flush(replace(REPORT, durable=False, missing=3, crowded=2))
+    assert capsys.readouterr().err == (
+        "SSD cache: 1 kept prompt was not written.\n"
+        "SSD cache: 2 kept prompts were left out for want of room.\n"
+    )
     tell_of_flush(None)
     assert "not known" in capsys.readouterr().err
 

@@ -323,10 +323,15 @@ def tell_of_flush(report: FlushReport | None) -> None:
     if report is None:
         click.echo("SSD cache: it is not known whether all kept prompts were written.", err=True)
         return
-    lost = max(report.missing, report.pending)
+    lost = max(report.missing - report.crowded, report.pending)
     # Those that failed and are still in memory are missing.
     gone = report.dropped + max(report.failed - lost, 0)
-    for count, what in ((lost, "not written"), (gone, "given up before")):
+    told = (
+        (lost, "not written"),
+        (gone, "given up before"),
+        (report.crowded, "left out for want of room"),
+    )
+    for count, what in told:
         if count:
             prompts = "1 kept prompt was" if count == 1 else f"{count} kept prompts were"
             click.echo(f"SSD cache: {prompts} {what}.", err=True)

@@ -266,6 +266,10 @@ class SaveQueue:
         """A state in hand could not be written."""
         self._end(candidate, "failed")
 
+    def unfitting(self, candidate: Candidate) -> None:
+        """A state in hand is larger than there may ever be room for."""
+        self._end(candidate, "dropped")
+
     def needless(self, candidate: Candidate) -> None:
         """A state in hand turned out to be gone, or to be on the disk already."""
         self._end(candidate, "superseded")

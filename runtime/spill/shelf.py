@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from .books import SUFFIX, Books, Slot, file_name
+from .crowded import CrowdedOut
 from .faults import (
     Absent,
     Corrupt,
@@ -42,6 +43,7 @@ class Shelf:
         self.max_bytes = max_bytes
         self.lock = threading.Lock()
         self.books = Books()
+        self.crowded = CrowdedOut()
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -59,6 +61,9 @@ class Shelf:
         there = set(names)
         with self.lock:
             orphans = self.books.forget_names(known - there)
+            if known - there:
+                # Somebody else made room.
+                self.crowded.forget()
             new = [name for name in names if not self.books.knows(name)]
         self._remove_orphans(orphans)
         self._admit(new)
@@ -102,7 +107,10 @@ class Shelf:
 
     @contextmanager
     def room(self, size: int) -> Iterator[None]:
-        """Room for ``size`` more bytes under the cap, spoken for meanwhile. Raises SpillFault."""
+        """Room for ``size`` more bytes under the cap, spoken for meanwhile. Raises SpillFault.
+
+        Who has to go for it is noted as crowded out.
+        """
         with self.lock:
             names: tuple[str, ...] = ()
             if self.max_bytes is not None and size <= self.max_bytes:
@@ -120,6 +128,9 @@ class Shelf:
 
     def evict(self, names: tuple[str, ...]) -> None:
         """Remove files that were given up for room. Raises SpillFault, as :meth:`remove`."""
+        with self.lock:
+            keys = [FileKey(n.removesuffix(SUFFIX)) for n in names if n.endswith(SUFFIX)]
+            self.crowded.note(keys, "made_way")
         self.remove(names)
         self.count("evictions", len(names))
 
@@ -213,6 +224,7 @@ class Shelf:
     def _lose_all(self) -> None:
         with self.lock:
             self.books.clear()
+            self.crowded.forget()
 
     def _remove_orphans(self, names: Iterable[str]) -> None:
         for name in names:

@@ -1,8 +1,8 @@
 """The states that outlive the process: save, load, drop, and their cap in bytes.
 
 Owns one folder and the books about it. Called on worker threads, several at a time; only
-:meth:`SpillStore.lookup`, ``nearest``, ``has`` and ``stats`` never touch the disk and may be called
-anywhere. The lock is never held while the disk works. Two stores on one folder,
+:meth:`SpillStore.lookup`, ``nearest``, ``has``, ``crowded_out``, ``note_use`` and ``stats`` never
+touch the disk and may be called anywhere. The lock is never held while the disk works. Two stores on one folder,
 in one process or two, do each other no harm: files are complete when they get their name and are
 never changed, so the worst is a miss.
 """
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ..prefix.entries import Kind, Origin
 from .books import Slot, file_name
-from .faults import Absent, Corrupt, DiskFull, SpillFault, Unfit
+from .crowded import Crowded
+from .faults import Absent, Corrupt, DiskFull, SpillFault, TooLarge, Unfit
 from .files import Files
 from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
@@ -131,6 +132,23 @@ class SpillStore:
         with self._shelf.lock:
             return key in self._shelf.books
 
+    def crowded_out(self, ids: Sequence[int], namespace: str) -> Crowded | None:
+        """Whether the state of ``ids`` is not here for want of room, and in which way."""
+        with self._shelf.lock:
+            crowded = self._shelf.crowded
+            return crowded.why(key_of(namespace, ids)) if len(crowded) else None
+
+    def note_use(self, ids: Sequence[int], namespace: str) -> bool:
+        """The state of ``ids`` was used in memory: what serves as much here, if anything, goes
+        later. Nothing is noted on the file."""
+        digest = namespace_digest(namespace)
+        with self._shelf.lock:
+            hit = self._shelf.books.lookup((*ids, 0), digest, 0)
+            if hit is None or hit.length != len(ids):
+                return False
+            self._shelf.books.touch(hit.key, int(self._clock() * 1e9))
+            return True
+
     def continued(self, origin: Origin | None) -> int:
         """How many tokens of a row's next state need not be brought: its last file holds them."""
         return self._parents.length(origin)
@@ -155,11 +173,14 @@ class SpillStore:
                     state = cut_tokens(state, above[-1].length, state.length)
                     header = self._parents.continued(above[-1], header, state, origin)
                 made = draft(header, state)
+                self._check_size(entry.key, made.header.size, above)
                 with self._shelf.room(made.header.size):
                     self._write(entry.key, made)
                     if not self._shelf.enter(entry.key, made.header, 0):
                         self._shelf.remove((file_name(entry.key),))
                         raise Unfit("what a delta continues went while it was written")
+            with self._shelf.lock:
+                self._shelf.crowded.returned(entry.key)
             self._parents.note(origin, entry.key, made.header.digest)
             if last is not None and last.runs and not entry.cuttable:
                 with suppress(SpillFault):
@@ -202,6 +223,7 @@ class SpillStore:
         with self._shelf.counted():
             with self._shelf.lock:
                 self._shelf.books.clear()
+                self._shelf.crowded.forget()
             self._shelf.remove(self._folder.names())
             self._folder.remove_leftovers()
 
@@ -238,6 +260,14 @@ class SpillStore:
             parts.append(state)
         assert header is not None, "a chain has a first file"
         return header, parts
+
+    def _check_size(self, key: FileKey, size: int, above: Sequence[Slot]) -> None:
+        """Raise TooLarge for a file that would not fit if only what it continues were here."""
+        cap, total = self._shelf.max_bytes, size + sum(slot.size for slot in above)
+        if cap is not None and total > cap:
+            with self._shelf.lock:
+                self._shelf.crowded.note((key,), "too_large")
+            raise TooLarge(f"a state of {total} bytes under a cap of {cap}")
 
     def _write(self, key: FileKey, made: Draft) -> None:
         try:
