@@ -15,6 +15,7 @@ from typing import assert_never
 import trio
 
 from mlx_troupe.runtime.defaults import (
+    UNKNOWN_WINDOW,
     SamplingDefaults,
     check_request,
     is_calm,
@@ -100,13 +101,13 @@ class TextTools:
     grammars: GrammarTools
     off_loop: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
-    async def build(self, prompt: Prompt) -> BuiltPrompt:
-        """Token ids of a prompt. Raises InvalidRequest."""
+    async def build(self, prompt: Prompt, room: int) -> BuiltPrompt:
+        """Token ids of a prompt; much more than ``room`` are refused. Raises RequestError."""
         if _size(prompt) < LONG_PROMPT and not self.off_loop.borrowed_tokens:
-            return self.builder.build(prompt)
+            return self.builder.build(prompt, room)
         # An abandoned thread keeps the limiter until it has let go of the tokenizer.
         return await trio.to_thread.run_sync(
-            self.builder.build, prompt, abandon_on_cancel=True, limiter=self.off_loop
+            self.builder.build, prompt, room, abandon_on_cancel=True, limiter=self.off_loop
         )
 
 
@@ -276,7 +277,8 @@ class RequestActor:
         A grammar that cannot be compiled is asked for in words, where there is somebody to ask.
         """
         prompt, grammar = self._request.prompt, self._request.grammar
-        built = await self._tools.build(prompt)
+        room = self._model.context_window or UNKNOWN_WINDOW
+        built = await self._tools.build(prompt, room)
         if grammar is None:
             return built, None
         markers = self._markers()
@@ -287,7 +289,7 @@ class RequestActor:
             self.warnings = (f"{grammar.param} is not enforced: {error}",)
         if isinstance(prompt, ChatPrompt):
             messages = with_instruction(prompt.messages, in_words(grammar))
-            built = await self._tools.build(replace(prompt, messages=messages))
+            built = await self._tools.build(replace(prompt, messages=messages), room)
         return built, None
 
     def _markers(self) -> tuple[str, str] | None:

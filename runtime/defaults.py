@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from .requests import (
 from .settings import Settings
 
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 2_048
+"""Of all stop strings of a request: what looks for them is built on the event loop."""
 USUAL_TEMPERATURE = 0.7
 THINKING = "enable_thinking"
 """What chat templates call the choice whether to think."""
@@ -158,12 +161,21 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequest(
             f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
         )
-    if len(request.stop) > MAX_STOPS:
-        raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+    check_stops(request.stop)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs must be between 0 and {MAX_LOGPROBS}", param="logprobs")
-    if any(not stop for stop in request.stop):
-        raise InvalidRequest("a stop string must not be empty", param="stop")
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Raise InvalidRequest for stop strings that are empty, too many or too long."""
+    if not all(stops):
+        raise InvalidRequest("stop: stop strings must not be empty", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} stop strings are allowed", param="stop")
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop: stop strings may have {MAX_STOP_CHARACTERS} characters altogether", param="stop"
+        )
 
 
 def token_limit(

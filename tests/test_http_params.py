@@ -91,6 +91,8 @@ def test_bad_numbers_name_their_field(name: str, value: str) -> None:
         '"stop":""',
         '"stop":{}',
         f'"stop":{json.dumps(["x"] * 17)}',
+        f'"stop":{json.dumps("x" * 2049)}',
+        f'"stop":{json.dumps([str(n) + "x" * 1100 for n in range(2)])}',
         '"stop_token_ids":["a"]',
         '"stop_token_ids":[-1]',
         '"stop_token_ids":[100]',

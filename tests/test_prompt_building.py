@@ -21,6 +21,7 @@ from mlx_troupe.runtime.text.testing import ByteTokenizer
 
 LONG = TextPrompt("x" * LONG_PROMPT)
 PATIENCE = 30.0
+ROOM = 100_000
 
 
 class WatchedTokenizer(ByteTokenizer):
@@ -62,12 +63,12 @@ async def test_the_loop_never_waits_for_a_tokenizer_that_is_taken() -> None:
 
             async def build_long() -> None:
                 with given_up:
-                    await made.build(LONG)
+                    await made.build(LONG, ROOM)
 
             nursery.start_soon(build_long)
             await trio.to_thread.run_sync(tokenizer.entered.wait, PATIENCE)
             given_up.cancel()
-            nursery.start_soon(made.build, TextPrompt("short"))
+            nursery.start_soon(made.build, TextPrompt("short"), ROOM)
             await trio.testing.wait_all_tasks_blocked()
             tokenizer.let_go.set()
     assert threading.current_thread() not in tokenizer.callers
@@ -77,7 +78,7 @@ async def test_the_loop_never_waits_for_a_tokenizer_that_is_taken() -> None:
 async def test_a_short_prompt_is_built_where_it_is_asked_for() -> None:
     """With nobody at the tokenizer a thread would only cost time."""
     tokenizer = WatchedTokenizer()
-    built = await tools(tokenizer).build(TextPrompt("short"))
+    built = await tools(tokenizer).build(TextPrompt("short"), ROOM)
     assert built.ids == tuple(b"short")
     assert tokenizer.callers == [threading.current_thread()]
 
@@ -98,7 +99,7 @@ CALL = {"id": "1", "function": {"name": "f", "arguments": "y" * LONG_PROMPT}}
 async def test_all_that_is_rendered_counts_as_long(prompt: Prompt) -> None:
     """Many messages, calls and template settings take time too, not only the text."""
     tokenizer = WatchedTokenizer()
-    await tools(tokenizer).build(prompt)
+    await tools(tokenizer).build(prompt, ROOM)
     assert tokenizer.callers
     assert threading.current_thread() not in tokenizer.callers
 
@@ -110,9 +111,9 @@ class WatchedBuilder(PromptBuilder):
         super().__init__(tokenizer, Provenance())
         self.callers: list[threading.Thread] = []
 
-    def build(self, prompt: Prompt) -> BuiltPrompt:
+    def build(self, prompt: Prompt, room: int = ROOM) -> BuiltPrompt:
         self.callers.append(threading.current_thread())
-        return super().build(prompt)
+        return super().build(prompt, room)
 
 
 @pytest.mark.parametrize(("count", "on_loop"), [(10 * LONG_PROMPT, False), (10, True)])
@@ -120,5 +121,5 @@ async def test_many_ids_are_checked_off_the_loop(count: int, on_loop: bool) -> N
     """Ids need no tokenizer, but enough of them are checked on a thread like a long text."""
     tokenizer = WatchedTokenizer()
     builder = WatchedBuilder(tokenizer)
-    await replace(tools(tokenizer), builder=builder).build(TokenPrompt((1,) * count))
+    await replace(tools(tokenizer), builder=builder).build(TokenPrompt((1,) * count), ROOM)
     assert [caller is threading.current_thread() for caller in builder.callers] == [on_loop]

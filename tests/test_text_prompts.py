@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers import pre_tokenizers as pre
 
 from mlx_troupe.runtime.engine.tokenizer import load_tokenizer
-from mlx_troupe.runtime.errors import InvalidRequest
+from mlx_troupe.runtime.errors import ContextLengthExceeded, InvalidRequest
 from mlx_troupe.runtime.requests import ChatPrompt, Message, TextPrompt, TokenPrompt
 from mlx_troupe.runtime.text.prompts import PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
@@ -85,6 +85,57 @@ def turns(*pairs: tuple[str, str]) -> tuple[Message, ...]:
 def build(prompt: Any, **options: Any) -> tuple[int, ...]:
     """Ids that the byte tokenizer gives."""
     return PromptBuilder(ByteTokenizer(**options), Provenance()).build(prompt).ids
+
+
+class Meter(ByteTokenizer):
+    """Counts what it has been given to read."""
+
+    read = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.read += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_text_that_is_much_too_long_is_not_read_to_its_end(chat: bool) -> None:
+    """Others wait for the tokenizer meanwhile."""
+    tokenizer, room = Meter(), 1000
+    text = "x" * 1_000_000
+    prompt = ChatPrompt((Message("user", text),)) if chat else TextPrompt(text)
+    with pytest.raises(ContextLengthExceeded) as caught:
+        PromptBuilder(tokenizer, Provenance()).build(prompt, room)
+    assert caught.value.param == ("messages" if chat else "prompt")
+    assert "more than 8000 tokens" in caught.value.message
+    assert str(room) in caught.value.message
+    assert tokenizer.read == 8 * room
+
+
+class LongWords(ByteTokenizer):
+    """Has a token for every hundred characters."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return super().encode(text[::100], add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"), [(ByteTokenizer(), "x" * 8000), (LongWords(), "x" * 100_000)]
+)
+def test_a_text_near_the_limit_is_counted(tokenizer: ByteTokenizer, text: str) -> None:
+    """Its exact length is for whoever asked to compare, and long tokens may yet fit."""
+    builder = PromptBuilder(tokenizer, Provenance())
+    plain = builder.build(TextPrompt(text))
+    assert builder.build(TextPrompt(text), 1000) == plain
+
+
+def test_more_messages_than_tokens_are_not_rendered() -> None:
+    """Each takes one at least."""
+    builder = PromptBuilder(ByteTokenizer(), Provenance())
+    messages = (Message("user", "x"),) * 11
+    assert builder.build(ChatPrompt(messages), 11)
+    with pytest.raises(ContextLengthExceeded) as caught:
+        builder.build(ChatPrompt(messages), 10)
+    assert caught.value.param == "messages"
 
 
 def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn(

@@ -2,10 +2,10 @@
 
 Pure functions; no task, no clock. Ranges (both ends allowed unless said otherwise): temperature
 0–5; top_p and min_p 0–1, where 0 is off; top_k ≥ -1, where -1, 0 and anything from the vocabulary
-size up are off; presence and frequency penalty -2–2; repetition_penalty 0.01–100;
-logit_bias -100–100 for ids within the vocabulary; max_tokens ≥ 1, clipped by the context window;
-seed any 64-bit integer; up to 16 stop strings, none empty. Of max_completion_tokens and
-max_tokens the former wins.
+size up are off; presence and frequency penalty -2–2; repetition_penalty 0.01–100; logit_bias
+-100–100 for ids within the vocabulary; max_tokens ≥ 1, clipped by the context window; seed any
+64-bit integer; up to 16 stop strings, none empty, of 2,048 characters altogether. Of
+max_completion_tokens and max_tokens the former wins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from mlx_troupe.runtime.curves import LOWEST_POINT, MAX_POINTS
-from mlx_troupe.runtime.defaults import MAX_STOPS
+from mlx_troupe.runtime.defaults import check_stops
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.requests import (
     GenerationRequest,
@@ -128,7 +128,9 @@ def to_call(
         sampling=to_sampling(params, vocab_size),
         max_tokens=params.max_completion_tokens or params.max_tokens,
         stop=to_stops(params.stop),
-        stop_token_ids=check_ids(params.stop_token_ids or (), vocab_size, "stop_token_ids"),
+        stop_token_ids=check_ids(
+            tuple(dict.fromkeys(params.stop_token_ids or ())), vocab_size, "stop_token_ids"
+        ),
         adapters=to_adapters(params.adapter, params.adapters),
         grammar=to_grammar(params),
         logprobs=logprobs,
@@ -200,10 +202,7 @@ def to_bias(value: object, vocab_size: int | None) -> tuple[tuple[int, float], .
 def to_stops(value: str | list[str] | None) -> tuple[str, ...]:
     """Stop strings, each once, in the order given."""
     stops = (value,) if isinstance(value, str) else tuple(value or ())
-    if "" in stops:
-        raise InvalidRequest("stop: stop strings must not be empty", param="stop")
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop: at most {MAX_STOPS} stop strings are allowed", param="stop")
+    check_stops(stops)
     return tuple(dict.fromkeys(stops))
 
 

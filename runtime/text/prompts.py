@@ -11,12 +11,14 @@ text, where the template renders it, and no new turn is opened.
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ..errors import InvalidRequest
 from ..requests import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from .lengths import check_length, check_messages
 from .messages import Messages, as_dicts, has_calls, has_scattered_system, shapes
 from .provenance import Provenance
 from .tokenizer import TemplateError, Tokenizer
@@ -76,19 +78,24 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._provenance = provenance
 
-    def build(self, prompt: Prompt) -> BuiltPrompt:
-        """Token ids of a prompt; at least one."""
+    def build(self, prompt: Prompt, room: int = sys.maxsize) -> BuiltPrompt:
+        """Token ids of a prompt; at least one.
+
+        A text that is much longer than ``room`` tokens is not read to its end, but refused with
+        ContextLengthExceeded; else there may be more ids than that.
+        """
         match prompt:
             case ChatPrompt():
-                return self._build_chat(prompt)
+                return self._build_chat(prompt, room)
             case TextPrompt(text=text):
-                return self._build_text(text)
+                return self._build_text(text, room)
             case TokenPrompt(ids=ids):
                 return self._build_tokens(ids)
             case _:
                 assert_never(prompt)
 
-    def _build_text(self, text: str) -> BuiltPrompt:
+    def _build_text(self, text: str, room: int) -> BuiltPrompt:
+        self._check_length(text, room, param="prompt")
         bos = self._tokenizer.bos_text
         # A text that brings its own beginning token must not get a second one.
         has_bos = bool(bos) and text.startswith(bos or "")
@@ -104,10 +111,12 @@ class PromptBuilder:
                 )
         return BuiltPrompt(_not_empty(ids, param="prompt"))
 
-    def _build_chat(self, prompt: ChatPrompt) -> BuiltPrompt:
+    def _build_chat(self, prompt: ChatPrompt, room: int) -> BuiltPrompt:
         self._check_chat(prompt)
+        check_messages(len(prompt.messages), room)
         form, text = self._first_that_renders(prompt)
         _check_unicode(text, param="messages")
+        self._check_length(text, room, param="messages")
         ids = self._spliced(form, text)
         if ids is None:
             ids = self._encode(text, param="messages", add_special_tokens=False)
@@ -239,6 +248,9 @@ class PromptBuilder:
         """What the ids spell before the answer itself."""
         spelled = b"".join(map(self._tokenizer.token_bytes, ids)).decode("utf-8", "replace")
         return spelled.removesuffix(answer)
+
+    def _check_length(self, text: str, room: int, *, param: str) -> None:
+        check_length(text, room, lambda part: self._encode(part, param=param), param=param)
 
     def _encode(
         self, text: str, *, param: str, add_special_tokens: bool = False
