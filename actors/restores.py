@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from mlx_troupe.runtime.device import SnapshotId, SnapshotMade
+from mlx_troupe.runtime.device import SnapshotId, SnapshotMade, StateSlice
 from mlx_troupe.runtime.errors import NoRoom, StateRefused, Unavailable
 from mlx_troupe.runtime.prefix.entries import adapters_of
 from mlx_troupe.runtime.spill.faults import SpillFault, Unreadable
@@ -123,7 +123,15 @@ class Restores:
         if self._view.model is None or self._view.loads != load:
             return nothing
         ids, cuttable = loaded.ids, model.can_trim(len(loaded.ids))
-        state = Candidate(snapshot, entry.namespace, ids, made.nbytes, loaded.kind, cuttable)
+        state = Candidate(
+            snapshot,
+            entry.namespace,
+            ids,
+            made.nbytes,
+            loaded.kind,
+            cuttable,
+            session=loaded.session,
+        )
         return Restored(entry, state)
 
     async def _load(self, entry: OnDisk, deadline: float) -> Loaded | None:
@@ -147,7 +155,7 @@ class Restores:
         while True:
             count = _fitting(state.layers[first:])
             reply: Reply[SnapshotMade | None] = Reply()
-            self._gpu.post(Import(snapshot, state, reply, adapters, first, count))
+            self._gpu.post(Import(StateSlice(snapshot, state, adapters, first, count), reply))
             made = await reply.wait()
             if made is not None:
                 return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 
-from mlx_troupe.runtime.device import ModelInfo, SnapshotId, SnapshotMade
+from mlx_troupe.runtime.device import ModelInfo, SnapshotId, SnapshotMade, StateSlice
 from mlx_troupe.runtime.errors import NoRoom, StateRefused
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
 
@@ -70,15 +70,9 @@ class ScriptedStates:
         layer = self._layer(ids, since)
         return (layer,) * len(range(self.layers)[first_layer : first_layer + count])
 
-    def import_state(
-        self,
-        snapshot: SnapshotId,
-        state: HostState,
-        adapters: tuple[str, ...] = (),
-        first_layer: int = 0,
-        count: int | None = None,
-    ) -> SnapshotMade | None:
+    def import_state(self, part: StateSlice) -> SnapshotMade | None:
         """Keep ids that were exported. Raises StateRefused for anything else, and NoRoom."""
+        snapshot, state, first_layer = part.snapshot, part.state, part.first_layer
         if snapshot in self.snapshots:
             raise StateRefused(f"snapshot {snapshot} is kept already")
         before = self.arriving.pop(snapshot, None)
@@ -87,11 +81,11 @@ class ScriptedStates:
         ids = self._ids(state)
         if not self.has_room(len(ids)):
             raise NoRoom(f"no room for {len(ids)} tokens")
-        there = self.layers if count is None else first_layer + count
+        there = self.layers if part.count is None else first_layer + part.count
         if there < self.layers:
             self.arriving[snapshot] = state, there
             return None
-        return self.keep_state(snapshot, ids, adapters)
+        return self.keep_state(snapshot, ids, part.adapters)
 
     def _ids(self, state: HostState) -> tuple[int, ...]:
         ids: tuple[int, ...] = ()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_troupe.runtime.device import DeviceStats, SnapshotId, SnapshotMade
+from mlx_troupe.runtime.device import DeviceStats, SnapshotId, SnapshotMade, StateSlice
 from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.spill.queue import Candidate
-from mlx_troupe.runtime.spill.state import HostLayer, HostState
+from mlx_troupe.runtime.spill.state import HostLayer
 
 from .disk import OnDisk
 from .reply import Reply
@@ -126,18 +126,14 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """Keep a state that was exported, under a new id: some of its layers, between two steps.
+    """Keep a state that was exported: some of its layers, between two steps.
 
     The reply is None until the last of them is there. It may be StateRefused, and NoRoom where
     the state is in order, or where nobody knows what went wrong.
     """
 
-    snapshot: SnapshotId
-    state: HostState
+    part: StateSlice
     reply: Reply[SnapshotMade | None]
-    adapters: tuple[str, ...] = ()
-    first_layer: int = 0
-    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,13 +167,7 @@ class Conductor:
                 )
                 self._post(Exported(command.reply, layers))
             else:
-                made = self._device.import_state(
-                    command.snapshot,
-                    command.state,
-                    command.adapters,
-                    command.first_layer,
-                    command.count,
-                )
+                made = self._device.import_state(command.part)
                 self._post(Imported(command.reply, made, self._device.stats()))
         except StateRefused as error:
             self._post(HostingRefused(command.reply, error))
@@ -183,7 +177,7 @@ class Conductor:
             if isinstance(command, Export):
                 self._post(HostingRefused(command.reply, StateRefused(words)))
             else:
-                self._device.release((command.snapshot,))
+                self._device.release((command.part.snapshot,))
                 # Not the state's fault, as far as anybody knows: its file stays.
                 self._post(HostingRefused(command.reply, NoRoom(words)))
 

@@ -244,6 +244,21 @@ class SnapshotSkipped:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSlice:
+    """Some layers of an exported state, or all of it, to be kept under a new id.
+
+    ``count`` layers from ``first_layer`` on; None = all that are left. ``adapters``: the revisions
+    that the state was computed with; they need not be mounted.
+    """
+
+    snapshot: SnapshotId
+    state: HostState
+    adapters: tuple[str, ...] = ()
+    first_layer: int = 0
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """What came of one step. ``seconds`` is the device time that it took, as far as is known."""
 
@@ -322,23 +337,13 @@ class Device(Protocol):
         """
         ...
 
-    def import_state(
-        self,
-        snapshot: SnapshotId,
-        state: HostState,
-        adapters: tuple[str, ...] = (),
-        first_layer: int = 0,
-        count: int | None = None,
-    ) -> SnapshotMade | None:
+    def import_state(self, part: StateSlice) -> SnapshotMade | None:
         """Keep a state that was exported from the same model under a new id, bit for bit.
 
-        Slices of a big state arrive between steps: ``count`` layers (None = all that are left)
-        from ``first_layer`` on, in order. The answer is None until the last of them is there;
-        :meth:`release` gives up a state that is not whole.
-
-        ``adapters``: the revisions that it was computed with; they need not be mounted. Raises
-        StateRefused for what is no state of this model, NoRoom where it would take more than kept
-        states may; then nothing of it is kept.
+        Slices of a big state arrive between steps, in order. The answer is None until the last of
+        them is there; :meth:`release` gives up a state that is not whole. Raises StateRefused for
+        what is no state of this model, NoRoom where it would take more than kept states may; then
+        nothing of it is kept.
         """
         ...
 

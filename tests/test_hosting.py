@@ -25,6 +25,7 @@ from mlx_troupe.runtime.device import (
     RowId,
     SnapshotId,
     StartRow,
+    StateSlice,
 )
 from mlx_troupe.runtime.engine.hosting import Hosting
 from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN
@@ -125,7 +126,7 @@ def test_what_comes_back_goes_on_bit_for_bit(
             driver.start(company, tiny.prompt(9, seed=100 + number))
         driver.decode(1, row, *(company,) * batched)
         made = driver.keep(row, length, KEPT)
-        back = driver.device.import_state(BACK, driver.export(KEPT))
+        back = driver.device.import_state(StateSlice(BACK, driver.export(KEPT)))
         assert (back.length, back.nbytes) == (made.length, made.nbytes)
         driver.assert_same_state(KEPT, BACK)
         text = (*ids, 3)
@@ -169,7 +170,7 @@ def test_a_state_comes_back_in_another_process_life(
     driver.device.close()
     driver.device.open()
     logits.clear()
-    driver.device.import_state(BACK, copied)
+    driver.device.import_state(StateSlice(BACK, copied))
     driver.start(A, ids, FromSnapshot(BACK, 39))
     assert driver.decode(NEXT, A) == drawn
     assert all(np.array_equal(x, y) for x, y in zip(expected, logits, strict=True))
@@ -194,7 +195,7 @@ def test_a_delta_behind_an_earlier_state_is_the_later_state(
         with pytest.raises(StateMismatch):
             join(before, delta)
         return
-    driver.device.import_state(BACK, join(before, delta))
+    driver.device.import_state(StateSlice(BACK, join(before, delta)))
     driver.assert_same_state(OTHER, BACK)
 
 
@@ -226,7 +227,7 @@ def test_encoded_layers_in_lists_are_kept_and_come_back(
     driver.start(A, tiny.prompt(20))
     drawn = driver.decode(1, A)
     driver.keep(A, 20, KEPT)
-    driver.device.import_state(BACK, driver.export(KEPT))
+    driver.device.import_state(StateSlice(BACK, driver.export(KEPT)))
     driver.assert_same_state(KEPT, BACK)
     driver.start(B, (*tiny.prompt(20), drawn[0]), FromSnapshot(BACK, 20))
     assert driver.decode(4, B) == driver.decode(4, A)
@@ -269,28 +270,30 @@ def test_layers_arrive_in_slices(drive: Callable[..., Driver]) -> None:
     device, took = driver.device, made.nbytes
     whole = replace(made, snapshot=BACK)
     for size in (1, 2, 3):
-        answers = [device.import_state(BACK, state, (), at, size) for at in range(0, 3, size)]
+        answers = [
+            device.import_state(StateSlice(BACK, state, (), at, size)) for at in range(0, 3, size)
+        ]
         assert answers == [None] * (len(answers) - 1) + [whole]
         driver.assert_same_state(KEPT, BACK)
         device.release((BACK,))
-    assert device.import_state(BACK, state, (), 0, 2) is None
+    assert device.import_state(StateSlice(BACK, state, (), 0, 2)) is None
     assert device.stats().snapshots == 1
     assert device.stats().snapshot_bytes == 2 * took, "its room is taken"
     start = StartRow(B, ids, Sampling(), FromSnapshot(BACK, 19))
     assert len(driver.step(start=(start,)).failed) == 1
     twin = HostState(state.length, state.layers)
     for wrong, first in ((state, 1), (state, 3), (twin, 2)):
-        assert device.import_state(BACK, state, (), 0, 2) is None
+        assert device.import_state(StateSlice(BACK, state, (), 0, 2)) is None
         with pytest.raises(StateRefused):
-            device.import_state(BACK, wrong, (), first, 1)
+            device.import_state(StateSlice(BACK, wrong, (), first, 1))
         assert device.stats().snapshot_bytes == took, "nothing of it is kept"
-    device.import_state(BACK, state, (), 0, 2)
+    device.import_state(StateSlice(BACK, state, (), 0, 2))
     device.release((BACK,))
     assert device.stats().snapshot_bytes == took
     with pytest.raises(StateRefused):
-        device.import_state(BACK, state, (), 2, 1)
-    assert device.import_state(BACK, state, (), 0, 1) is None
-    assert device.import_state(BACK, state) == whole, "begun anew"
+        device.import_state(StateSlice(BACK, state, (), 2, 1))
+    assert device.import_state(StateSlice(BACK, state, (), 0, 1)) is None
+    assert device.import_state(StateSlice(BACK, state)) == whole, "begun anew"
 
 
 def test_exported_bytes_outlive_the_state(drive: Callable[..., Driver]) -> None:
@@ -372,12 +375,12 @@ def test_what_is_no_state_of_the_model_is_refused(
     refused = 0
     for wrong in hostile(state):
         with pytest.raises(StateRefused):
-            driver.device.import_state(BACK, wrong)
+            driver.device.import_state(StateSlice(BACK, wrong))
         refused += 1
     assert refused >= 12
     stats = driver.device.stats()
     assert (stats.snapshots, stats.snapshot_bytes) == (1, before.snapshot_bytes)
-    driver.device.import_state(BACK, state)
+    driver.device.import_state(StateSlice(BACK, state))
     driver.start(B, (*ids, drawn[0]), FromSnapshot(BACK, length))
     assert driver.decode(4, B) == driver.decode(4, A)
 
@@ -396,7 +399,7 @@ def test_states_of_another_model_are_refused(drive: Callable[..., Driver]) -> No
             if home == number:
                 continue
             try:
-                driver.device.import_state(BACK, state)
+                driver.device.import_state(StateSlice(BACK, state))
             except StateRefused:
                 continue
             plain_beside_encoded += 1
@@ -415,10 +418,10 @@ def test_an_encoded_state_below_the_threshold_is_refused(drive: Callable[..., Dr
         state = eager.export(KEPT)
         eager.step(end=(A,))
         if welcome:
-            patient.device.import_state(BACK, state)
+            patient.device.import_state(StateSlice(BACK, state))
         else:
             with pytest.raises(StateRefused, match="not be encoded yet"):
-                patient.device.import_state(BACK, state)
+                patient.device.import_state(StateSlice(BACK, state))
 
 
 def test_an_id_is_used_once(drive: Callable[..., Driver]) -> None:
@@ -429,7 +432,7 @@ def test_an_id_is_used_once(drive: Callable[..., Driver]) -> None:
     with pytest.raises(StateRefused):
         driver.device.export(OTHER, 0, 1)
     with pytest.raises(StateRefused):
-        driver.device.import_state(KEPT, driver.export(KEPT))
+        driver.device.import_state(StateSlice(KEPT, driver.export(KEPT)))
 
 
 def test_a_state_serves_only_rows_with_its_adapters(drive: Callable[..., Driver]) -> None:
@@ -438,7 +441,7 @@ def test_a_state_serves_only_rows_with_its_adapters(drive: Callable[..., Driver]
     ids = tiny.prompt(9)
     driver.start(A, ids)
     driver.keep(A, 8, KEPT)
-    driver.device.import_state(BACK, driver.export(KEPT), ("revision",))
+    driver.device.import_state(StateSlice(BACK, driver.export(KEPT), ("revision",)))
     start = StartRow(B, ids, Sampling(), FromSnapshot(BACK, 8))
     (failed,) = driver.step(start=(start,)).failed
     assert "other adapters" in failed.reason

@@ -38,6 +38,7 @@ from mlx_troupe.runtime.device import (
     SnapshotId,
     SnapshotMade,
     StartRow,
+    StateSlice,
     StepId,
     StepPlan,
 )
@@ -90,7 +91,7 @@ async def test_a_state_leaves_in_slices_and_comes_back() -> None:
     assert isinstance(end, Exported)
     assert end.layers == ()
     reply: Reply[SnapshotMade] = Reply()
-    rig.conductor.perform(Import(BACK, HostState(3, layers), reply))
+    rig.conductor.perform(Import(StateSlice(BACK, HostState(3, layers)), reply))
     event = rig.events.pop()
     assert isinstance(event, Imported)
     assert event.made == SnapshotMade(BACK, 3, 3)
@@ -119,12 +120,12 @@ async def test_what_is_refused_breaks_nothing(window: int | None) -> None:
         (BACK, HostState(3, (layer, layer))),
         (BACK, HostState(3, ())),
     ):
-        rig.conductor.perform(Import(snapshot, state, Reply()))
+        rig.conductor.perform(Import(StateSlice(snapshot, state), Reply()))
         refused = rig.events.pop()
         assert isinstance(refused, HostingRefused)
         assert isinstance(refused.error, StateRefused)
     assert set(rig.device.snapshots) == {KEPT}
-    rig.conductor.perform(Import(BACK, good, Reply()))
+    rig.conductor.perform(Import(StateSlice(BACK, good), Reply()))
     assert isinstance(rig.events.pop(), Imported)
 
 
@@ -136,15 +137,8 @@ class Poor(ScriptedDevice):
     ) -> tuple[HostLayer, ...]:
         raise MemoryError("no memory")
 
-    def import_state(
-        self,
-        snapshot: SnapshotId,
-        state: HostState,
-        adapters: tuple[str, ...] = (),
-        first_layer: int = 0,
-        count: int | None = None,
-    ) -> SnapshotMade | None:
-        self.arriving[snapshot] = state, first_layer
+    def import_state(self, part: StateSlice) -> SnapshotMade | None:
+        self.arriving[part.snapshot] = part.state, part.first_layer
         raise RuntimeError("no memory")
 
 
@@ -154,7 +148,7 @@ async def test_a_move_that_fails_costs_no_row(caplog: pytest.LogCaptureFixture) 
     refused = rig.export(KEPT, 0, 9)
     assert isinstance(refused, HostingRefused)
     assert type(refused.error) is StateRefused
-    rig.conductor.perform(Import(BACK, HostState(3, ()), Reply()))
+    rig.conductor.perform(Import(StateSlice(BACK, HostState(3, ())), Reply()))
     refused = rig.events.pop()
     assert isinstance(refused, HostingRefused)
     assert isinstance(refused.error, NoRoom)
@@ -198,7 +192,8 @@ async def test_the_gpu_actor_answers_whoever_asked(
     layers: Reply[tuple[HostLayer, ...]] = Reply()
     stage.gpu.post(Export(KEPT, 0, 99, layers))
     made: Reply[SnapshotMade] = Reply()
-    stage.gpu.post(Import(BACK, HostState(3, await layers.wait()), made, ("revision",)))
+    part = StateSlice(BACK, HostState(3, await layers.wait()), ("revision",))
+    stage.gpu.post(Import(part, made))
     assert (await made.wait()).length == 3
     assert stage.view.stats.snapshots == 2
     assert stage.device.made_with[BACK] == ("revision",)

@@ -15,10 +15,10 @@ from mlx_troupe.actors import restores
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import SnapshotId, SnapshotMade, StepPlan
+from mlx_troupe.runtime.device import SnapshotMade, StateSlice, StepPlan
 from mlx_troupe.runtime.errors import StateRefused
 from mlx_troupe.runtime.requests import Finished
-from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
+from mlx_troupe.runtime.spill.state import HostArray, HostLayer
 
 LAYERS = 8
 LONG = tuple(range(1, 301))
@@ -44,18 +44,11 @@ class Slicing(ScriptedDevice):
             self.log.append("decode")
         super().launch(plan)
 
-    def import_state(
-        self,
-        snapshot: SnapshotId,
-        state: HostState,
-        adapters: tuple[str, ...] = (),
-        first_layer: int = 0,
-        count: int | None = None,
-    ) -> SnapshotMade | None:
-        self.log.append((first_layer, count))
-        if first_layer == 4 and self.meddle is not None:
+    def import_state(self, part: StateSlice) -> SnapshotMade | None:
+        self.log.append((part.first_layer, part.count))
+        if part.first_layer == 4 and self.meddle is not None:
             self.meddle()
-        return super().import_state(snapshot, state, adapters, first_layer, count)
+        return super().import_state(part)
 
     @property
     def slices(self) -> list[Any]:

@@ -30,6 +30,7 @@ from mlx_troupe.runtime.device import (
     RowId,
     SnapshotId,
     SnapshotMade,
+    StateSlice,
     StepDone,
 )
 from mlx_troupe.runtime.engine.sampling import Sampler
@@ -179,7 +180,7 @@ class Forced(Driver):
     def restore(self, state: HostState) -> SnapshotId:
         """A state that was read back."""
         snapshot = SnapshotId(next(self._snapshots))
-        self.device.import_state(snapshot, state)
+        self.device.import_state(StateSlice(snapshot, state))
         return snapshot
 
     def _prefill(self, row: RowId, first: int, last: int) -> None:

@@ -36,6 +36,7 @@ from ..device import (
     SnapshotMade,
     SnapshotSkipped,
     StartRow,
+    StateSlice,
     StepDone,
     StepId,
     StepPlan,
@@ -43,7 +44,7 @@ from ..device import (
 from ..errors import Unavailable
 from ..kvschemes import PLAIN_KV, KVScheme
 from ..settings import Dtype
-from ..spill.state import HostLayer, HostState
+from ..spill.state import HostLayer
 from .drawing import Drawn, Fault, read
 from .forward import Forward
 from .memory import MemoryLimits, give_back
@@ -147,8 +148,6 @@ class MLXDevice:
         parts, forward = self._opened()
         states = parts.states
         step = _Step(plan.step, time.perf_counter())
-        if plan.decode:
-            forward.look_ahead()
         for keep in plan.keep:
             kept = states.keep(keep, self._rows, forward)
             step.kept.append((self._rows.get(keep.row), kept))
@@ -200,16 +199,9 @@ class MLXDevice:
         """Some layers of a kept state as bytes. Raises StateRefused."""
         return self._opened()[0].states.export(snapshot, first_layer, count, since)
 
-    def import_state(
-        self,
-        snapshot: SnapshotId,
-        state: HostState,
-        adapters: tuple[str, ...] = (),
-        first_layer: int = 0,
-        count: int | None = None,
-    ) -> SnapshotMade | None:
+    def import_state(self, part: StateSlice) -> SnapshotMade | None:
         """Keep a state that was exported, or some more layers of one. Raises StateRefused."""
-        return self._opened()[0].states.restore(snapshot, state, adapters, first_layer, count)
+        return self._opened()[0].states.restore(part)
 
     def drop_rows(self) -> None:
         """Forget every row, every step under way and the states that it was about to report."""
@@ -227,7 +219,10 @@ class MLXDevice:
 
     def unmount(self, revision: str) -> int:
         """Take an adapter from rows that start from now on."""
-        return self._opened()[0].adapters.unmount(revision)
+        parts, forward = self._opened()
+        changed = parts.adapters.unmount(revision)
+        forward.forget_adapters()
+        return changed
 
     def adapter_targets(self) -> tuple[AdapterTarget, ...]:
         """The modules that adapters may change."""

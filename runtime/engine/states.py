@@ -25,9 +25,10 @@ from ..device import (
     SnapshotMade,
     SnapshotSkipped,
     StartRow,
+    StateSlice,
 )
 from ..errors import NoRoom, StateRefused
-from ..spill.state import HostLayer, HostState, nbytes
+from ..spill.state import HostLayer, nbytes
 from .adapters import Adapters
 from .arrivals import Arrival
 from .forward import Forward
@@ -109,15 +110,9 @@ class States:
             raise StateRefused(f"snapshot {snapshot} is not kept")
         return self._hosting.export(caches, length, first, count, since)
 
-    def restore(
-        self,
-        snapshot: SnapshotId,
-        state: HostState,
-        adapters: tuple[str, ...],
-        first: int,
-        count: int | None,
-    ) -> SnapshotMade | None:
+    def restore(self, part: StateSlice) -> SnapshotMade | None:
         """See :meth:`~mlx_troupe.runtime.device.Device.import_state`."""
+        snapshot, state, first = part.snapshot, part.state, part.first_layer
         if self._snapshots.length(snapshot):
             raise StateRefused(f"snapshot {snapshot} is kept already")
         arrival = self._arriving.pop(snapshot, None)
@@ -128,11 +123,11 @@ class States:
             arrival = self._hosting.begin(state)
         elif arrival is None or not arrival.goes_on(state, first):
             raise StateRefused(f"layer {first} of snapshot {snapshot} is not the next")
-        arrival.take(count)
+        arrival.take(part.count)
         if not arrival.is_whole:
             self._arriving[snapshot] = arrival
             return None
-        return self._put(snapshot, arrival.caches(), state.length, adapters)
+        return self._put(snapshot, arrival.caches(), state.length, part.adapters)
 
     def release(self, snapshots: tuple[SnapshotId, ...]) -> None:
         """Forget kept states; unknown ids are ignored."""
