@@ -48,11 +48,12 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A state that was read, of exactly ``ids``: at least the useful ones."""
+    """A state that was read, of exactly ``ids``: at least the useful ones. ``session``: whose."""
 
     state: HostState
     ids: tuple[int, ...]
     kind: Kind
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,10 @@ class Disk(Protocol):
 
     def note_use(self, candidate: Candidate) -> bool:
         """Memory lent a state: what serves as much here goes later. As :meth:`holds` else."""
+        ...
+
+    def close_session(self, session: str) -> bool:
+        """What is here of a chat is nobody's from now on and goes first; False if nothing is."""
         ...
 
     def continued(self, candidate: Candidate) -> int:
@@ -161,6 +166,10 @@ class FolderDisk:
         """As :meth:`Disk.note_use`."""
         return self._store.note_use(candidate.ids, candidate.namespace)
 
+    def close_session(self, session: str) -> bool:
+        """As :meth:`Disk.close_session`."""
+        return self._store.close_session(session)
+
     def continued(self, candidate: Candidate) -> int:
         """As :meth:`Disk.continued`."""
         return self._store.continued(candidate.origin)
@@ -185,8 +194,13 @@ class FolderDisk:
 
     async def save(self, candidate: Candidate, state: HostState) -> int:
         """As :meth:`Disk.save`."""
-        ids, kind = candidate.ids, candidate.kind
-        entry = SpillEntry(candidate.namespace, ids, kind, candidate.cuttable)
+        entry = SpillEntry(
+            candidate.namespace,
+            candidate.ids,
+            candidate.kind,
+            candidate.cuttable,
+            candidate.session,
+        )
         work = partial(self._store.save, entry, state, candidate.origin)
         # What a crash would cost a row that runs grows with every second that a write takes.
         return await self._on_thread(work, self._writes, hurried=candidate.is_urgent)
@@ -196,7 +210,7 @@ class FolderDisk:
         key = FileKey(entry.name)
         work = partial(self._store.load, key, upto=entry.useful)
         found = await self._on_thread(work, self._reads)
-        return Loaded(found.state, found.ids, found.kind)
+        return Loaded(found.state, found.ids, found.kind, found.session)
 
     async def reject(self, entry: OnDisk) -> None:
         """As :meth:`Disk.reject`."""

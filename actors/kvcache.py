@@ -151,7 +151,7 @@ class KVCacheActor:
                 self._release(self.core.clear())
                 reply.set(entries)
             case CloseSession(session, closed):
-                closed.set(self.core.close_session(session))
+                closed.set(self._close_session(session))
             case Explain():
                 message.reply.set(self._explain(message))
             case Prefetch():
@@ -242,10 +242,11 @@ class KVCacheActor:
             message.kind,
             model.can_trim(len(message.ids)),
             message.origin,
+            message.session,
         )
-        self._keep(candidate, model, message.session)
+        self._keep(candidate, model)
 
-    def _keep(self, candidate: Candidate, model: ModelInfo, session: str | None = None) -> None:
+    def _keep(self, candidate: Candidate, model: ModelInfo) -> None:
         self._held.add(candidate.snapshot)
         result = self.core.put(
             candidate.ids,
@@ -254,7 +255,7 @@ class KVCacheActor:
             candidate.nbytes,
             kind=candidate.kind,
             trim_window=model.trim_window,
-            session=session,
+            session=candidate.session,
         )
         if result.kept and self._tier is not None:
             # Before others are let go: those that it covers need not be written any more.
@@ -264,6 +265,11 @@ class KVCacheActor:
             self._headroom.kept()
         if result.kept and candidate.origin is not None:
             self._pass(candidate, candidate.origin)
+
+    def _close_session(self, session: str) -> bool:
+        in_memory = self.core.close_session(session)
+        on_disk = self._tier is not None and self._tier.close_session(session)
+        return in_memory or on_disk
 
     def _pass(self, candidate: Candidate, origin: Origin) -> None:
         """Let go of what a row kept on the way before: it serves nobody but that row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import trio
@@ -85,6 +86,13 @@ class ScriptedDisk:
         """Nothing ever goes."""
         return self.holds(candidate)
 
+    def close_session(self, session: str) -> bool:
+        """Nothing ever goes, so who wants it is all that changes."""
+        closed = {n: kept for n, kept in self.states.items() if kept[0].session == session}
+        for name, (kept, state) in closed.items():
+            self.states[name] = replace(kept, session=None), state
+        return bool(closed)
+
     def continued(self, candidate: Candidate) -> int:
         """Every state is kept whole."""
         return 0
@@ -101,7 +109,7 @@ class ScriptedDisk:
         if entry.name not in self.states:
             raise Absent(entry.name)
         kept, state = self.states[entry.name]
-        return Loaded(state, kept.ids, kept.kind)
+        return Loaded(state, kept.ids, kept.kind, kept.session)
 
     async def reject(self, entry: OnDisk) -> None:
         """Forget a state."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_troupe.runtime.budgets import kept_bytes
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId
@@ -191,6 +191,13 @@ class SsdTier:
                 self._offer(kept, now)
         candidates = tuple(kept.candidate for kept in self._kept.values())
         self._spill.post(FlushDisk(reply, candidates, until))
+
+    def close_session(self, session: str) -> bool:
+        """Nobody goes on with a chat; False if the disk has nothing of it."""
+        for kept in self._kept.values():
+            if kept.candidate.session == session:
+                kept.candidate = replace(kept.candidate, session=None)
+        return self._disk.close_session(session)
 
     def idle(self, now: float) -> tuple[SnapshotId, ...]:
         """States that nobody used for long and that are safe, which may leave memory now.

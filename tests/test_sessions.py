@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import trio
 import trio.testing
-from company import ask, company, run
+from company import ask, company, run, settle
 
+from mlx_troupe.actors.disk import FolderDisk
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.http.app import create_app
@@ -15,6 +18,7 @@ from mlx_troupe.http.testing import ScriptedRuntime
 from mlx_troupe.http.wire.session import LONGEST_NAME, session_of
 from mlx_troupe.runtime.requests import Finished, GenerationRequest
 from mlx_troupe.runtime.resume.records import Record
+from mlx_troupe.runtime.spill.store import SpillStore
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 CARRIERS = (
@@ -162,3 +166,61 @@ async def test_closing_waits_for_no_flush_and_removes_nothing(
         assert len(runtime.checkpoints) == 1
         assert (await cached(runtime, chat(1)))[1] == 39
         assert runtime.stats()["ssd_cache"]["entries"] == 1  # type: ignore[index]
+
+
+def branch(number: int) -> GenerationRequest:
+    """Such a prompt and one token that its answer did not begin with, from nobody's chat."""
+    return ask(*range(number * 100, number * 100 + 40), 7)
+
+
+def sessions(runtime: Runtime) -> int:
+    """How many chats memory knows of."""
+    block = runtime.stats()["prompt_cache"]
+    assert isinstance(block, dict)
+    return int(block["sessions"])
+
+
+async def test_a_session_outlives_a_restart(autojump_clock: trio.testing.MockClock) -> None:
+    """What comes back from the disk is its chat's again, until that is closed."""
+    disk = ScriptedDisk()
+    async with company(disk=disk) as (runtime, _):
+        for number, session in ((1, None), (2, "b")):
+            await run(runtime, chat(number, session))
+        assert (await runtime.flush_cache(60)).durable
+    async with company(disk=disk) as (runtime, _):
+        assert sessions(runtime) == 0
+        for number in (2, 1):
+            assert (await cached(runtime, branch(number)))[1] == 40
+            await settle(runtime)
+        assert sessions(runtime) == 1
+        assert await runtime.close_session("b")
+        assert sessions(runtime) == 0
+        assert not await runtime.close_session("b")
+
+
+@pytest.mark.parametrize("restored", [True, False])
+async def test_closing_forgets_what_a_chat_has_on_disk(restored: bool, tmp_path: Path) -> None:
+    """It is told that something was kept, and the files of that chat make way for others first."""
+    async with company(disk=FolderDisk(SpillStore(tmp_path))) as (runtime, _):
+        for number, session in ((1, None), (2, "b"), (3, None)):
+            await run(runtime, chat(number, session))
+            await settle(runtime)
+            assert (await runtime.flush_cache(60)).durable
+        block = runtime.stats()["ssd_cache"]
+        assert isinstance(block, dict)
+    size = int(block["bytes"])
+    disk = FolderDisk(SpillStore(tmp_path, max_bytes=size + 100))
+    async with company(disk=disk) as (runtime, _):
+        if restored:
+            assert (await cached(runtime, chat(2, "b")))[1] == 39
+            await settle(runtime)
+            assert sessions(runtime) == 1
+        assert await runtime.close_session("b")
+        assert not await runtime.close_session("b")
+        assert sessions(runtime) == 0
+        await run(runtime, chat(4))
+        await settle(runtime)
+        await runtime.flush_cache(60)
+    async with company(disk=FolderDisk(SpillStore(tmp_path))) as (runtime, _):
+        found = [(await cached(runtime, chat(number)))[1] for number in (1, 2, 3, 4)]
+    assert found == [39, 0, 39, 39]

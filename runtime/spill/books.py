@@ -29,7 +29,8 @@ class Slot:
         digest: of its header.
         first, length: it holds the state of tokens [first, length).
         parent: the entry with the state of the first ``first`` tokens; None for a whole state.
-        used_ns: when it was last saved or loaded; larger is more recent.
+        used_ns: when it was last saved or loaded; larger is more recent, 0 = nobody wants it.
+        session: the chat that it belongs to; None if it is nobody's, or was closed.
         children: how many entries continue it.
         pins: how many loads and saves under way need it.
         unwanted: it was dropped, and stays only for its children.
@@ -42,6 +43,7 @@ class Slot:
     size: int
     parent: FileKey | None
     used_ns: int
+    session: str | None = None
     children: int = 0
     pins: int = 0
     unwanted: bool = False
@@ -120,6 +122,7 @@ class Books:
                 return False
             above.children += 1
         slot = Slot(key, header.digest, header.first, header.length, header.size, parent, used_ns)
+        slot.session = header.session or None
         self._slots[key] = slot
         self._bytes += slot.size - self._dead.pop(file_name(key), 0)
         self._latest_ns = max(self._latest_ns, used_ns)
@@ -138,6 +141,13 @@ class Books:
             slot.used_ns = self._latest_ns
             self._index.touch(key)
         return self._latest_ns
+
+    def close_session(self, session: str) -> bool:
+        """Nobody goes on with this chat: its files are the first to go. False if it has none."""
+        closed = [slot for slot in self._slots.values() if slot.session == session]
+        for slot in closed:
+            slot.session, slot.used_ns = None, 0
+        return bool(closed)
 
     def chain(self, key: FileKey, upto: int | None = None) -> tuple[Slot, ...]:
         """The files that an entry's state is joined from, the whole one first.

@@ -86,6 +86,7 @@ class Header:
         parent: digest of the header of the file that holds the state of the first ``first``
             tokens; empty for a whole state.
         created: seconds since the epoch.
+        session: the chat that the state belongs to; empty if it is nobody's.
         digest: of the header.
         size: bytes of the whole file.
     """
@@ -99,6 +100,7 @@ class Header:
     parent: str
     created: float
     layers: tuple[LayerForm, ...]
+    session: str = ""
     digest: str = ""
     size: int = 0
 
@@ -236,6 +238,8 @@ def _write_header(header: Header) -> bytes:
         "created": repr(header.created),
         "layers": json.dumps(layers, separators=(",", ":")),
     }
+    if header.session:
+        metadata["session"] = header.session
     text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
@@ -265,6 +269,7 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Header:
             parent=metadata["parent"],
             created=float(metadata["created"]),
             layers=layers,
+            session=metadata.get("session", ""),
         )
     except (ValueError, LookupError, TypeError) as error:
         raise Corrupt(f"a header that says nothing: {error!r}") from None

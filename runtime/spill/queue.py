@@ -35,7 +35,7 @@ class Candidate:
     """A kept state of exactly ``ids`` that is not on the disk.
 
     ``nbytes`` is what it costs on the device; ``cuttable``: it serves all that its prefixes serve.
-    ``origin``: the row that it was kept of, where that is known.
+    ``origin``: the row that it was kept of, where that is known; ``session``: the chat.
     """
 
     snapshot: SnapshotId
@@ -45,6 +45,7 @@ class Candidate:
     kind: Kind
     cuttable: bool
     origin: Origin | None = None
+    session: str | None = None
 
     @property
     def row(self) -> RowId | None:

@@ -1,10 +1,10 @@
 """The states that outlive the process: save, load, drop, and their cap in bytes.
 
-Owns one folder and the books about it. Called on worker threads, several at a time; only
-:meth:`SpillStore.lookup`, ``nearest``, ``has``, ``crowded_out``, ``note_use`` and ``stats`` never
-touch the disk and may be called anywhere. The lock is never held while the disk works. Two stores on one folder,
-in one process or two, do each other no harm: files are complete when they get their name and are
-never changed, so the worst is a miss.
+Owns one folder and the books about it. Called on worker threads, several at a time; only what asks
+the books alone (:meth:`SpillStore.lookup`, ``nearest``, ``has``, ``crowded_out``, ``note_use``,
+``close_session``, ``stats``) never touches the disk and may be called anywhere. The lock is never
+held while the disk works. Two stores on one folder, in one process or two, do each other no harm:
+files are complete when they get their name and are never changed, so the worst is a miss.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ class SpillEntry:
         ids: all tokens of the state, those of the parents of a delta included.
         kind: what it was taken at.
         cuttable: it can be cut to any shorter length.
+        session: the chat that it belongs to.
     """
 
     namespace: str
     ids: tuple[int, ...]
     kind: Kind
     cuttable: bool
+    session: str | None = None
 
     @property
     def key(self) -> FileKey:
@@ -149,6 +151,14 @@ class SpillStore:
             self._shelf.books.touch(hit.key, int(self._clock() * 1e9))
             return True
 
+    def close_session(self, session: str) -> bool:
+        """What is here of a chat is nobody's from now on and goes first; False if nothing is.
+
+        The files themselves are not changed: they say so again after a restart.
+        """
+        with self._shelf.lock:
+            return self._shelf.books.close_session(session)
+
     def continued(self, origin: Origin | None) -> int:
         """How many tokens of a row's next state need not be brought: its last file holds them."""
         return self._parents.length(origin)
@@ -208,7 +218,8 @@ class SpillStore:
             self._shelf.touch(chain[-1].key)
             self._shelf.count("loads")
             self._shelf.count("bytes_read", size)
-            return Restored(state, unpack_ids(header.ids), header.kind, header.cuttable, size)
+            ids, session = unpack_ids(header.ids), chain[-1].session
+            return Restored(state, ids, header.kind, header.cuttable, size, session)
 
     def drop(self, key: FileKey) -> None:
         """Give an entry up; its file stays, not to be found, as long as others need it."""
@@ -299,6 +310,7 @@ class SpillStore:
             parent="",
             created=self._clock(),
             layers=(),
+            session=entry.session or "",
         )
 
     def _renew(self, key: FileKey, header: Header) -> bool:

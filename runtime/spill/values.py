@@ -13,13 +13,17 @@ from .state import HostState
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A state that was read back, of exactly ``ids``; ``read_bytes`` came from the disk."""
+    """A state that was read back, of exactly ``ids``; ``read_bytes`` came from the disk.
+
+    ``session``: the chat that it belongs to, unless that was closed.
+    """
 
     state: HostState
     ids: tuple[int, ...]
     kind: Kind
     cuttable: bool
     read_bytes: int
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
