@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny import load_oracle, make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
 from mlx_troupe.runtime.engine.compiled import CompiledDecode
@@ -112,7 +113,8 @@ class Company:
         self.batch = RowBatch(self.model, self.plan)
         self.flips = 0
         self.replays = 0
-        self._compiled = CompiledDecode(self.model, self.batch) if replay else None
+        adapters = Adapters(self.model, together=True)
+        self._compiled = CompiledDecode(self.model, self.batch, adapters) if replay else None
         self.texts: dict[RowId, tuple[int, ...]] = {}
         self.solo: dict[RowId, list[Any]] = {}
 
@@ -151,7 +153,8 @@ class Company:
     def _replayed(self, tokens: Sequence[Sequence[int]]) -> mx.array | None:
         if self._compiled is None:
             return None
-        logits = self._compiled.logits(mx.array([token for (token,) in tokens]))
+        given = mx.array([token for (token,) in tokens])
+        logits = self._compiled.logits(given, [()] * len(tokens))
         self.replays += logits is not None
         return logits
 

@@ -15,6 +15,7 @@ from tiny import load_oracle, make_checkpoint, prompt
 from tiny_hybrids import HYBRIDS
 
 from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
 from mlx_troupe.runtime.engine.compiled import CompiledDecode
@@ -174,7 +175,7 @@ class Replayed(Troupe):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.compiled = CompiledDecode(model, self.batch)
+        self.compiled = CompiledDecode(model, self.batch, Adapters(model, together=True))
         self.replays = 0
 
     def forward(self, columns: int) -> mx.array:
@@ -182,7 +183,7 @@ class Replayed(Troupe):
             return super().forward(columns)
         self.batch.begin(1)
         tokens = [self.texts[row][self.batch.length(row)] for row in self.batch.rows]
-        logits = self.compiled.logits(mx.array(tokens))
+        logits = self.compiled.logits(mx.array(tokens), [()] * len(tokens))
         if logits is None:
             return super().forward(columns)
         self.replays += 1

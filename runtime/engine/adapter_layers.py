@@ -1,19 +1,23 @@
-"""Layers with low-rank residuals of several rows: what stands in for a model's modules in a step.
+"""Layers with low-rank residuals: what stands in for a model's modules in a step.
 
-A stand-in computes the module's own result first, so that rows without an adapter keep their bits,
-and adds ``scale · ((x · a) · b)`` in mlx-lm's order of operations. Rows with different adapters
-take their pairs out of a stack, each by its index; where all take the same, none is needed. Runs
-on the device thread. Knows places in stacks, not adapters, rows or folders.
+A stand-in computes the module's own result first and adds to it. Where all rows that have adapters
+have the same ones, it adds ``scale · ((x · a) · b)`` in mlx-lm's order of operations, and rows
+without keep their bits. Where rows differ, the pairs of all adapters lie side by side as one pair
+of all their ranks, and between its two products each row keeps only the columns of its own
+adapters: four operations a module, whatever the rows take. A row that keeps none adds zeros. Runs
+on the device thread. Knows columns of stacks, not adapters, rows or folders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+
+_LEAST_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,118 +34,194 @@ class Pair:
     scale: float
 
 
-class Stack:
-    """Several pairs of one module, padded with zeros to one rank, stacked on a new first axis."""
+class Span(NamedTuple):
+    """Columns of a stack that are one adapter's: its number, how many, and what they count."""
 
-    def __init__(self, pairs: Sequence[Pair], *, of_experts: bool) -> None:
-        rank_in_a, rank_in_b = (1, 2) if of_experts else (1, 0)
-        self.a = mx.stack(_padded([pair.a for pair in pairs], rank_in_a))
-        self.b = mx.stack(_padded([pair.b for pair in pairs], rank_in_b))
-        self.scales = tuple(pair.scale for pair in pairs)
+    adapter: int
+    rank: int
+    scale: float
 
 
-class Choice:
-    """Which place of a stack each row takes, None for none. Shared by all layers of a step.
+class Part(NamedTuple):
+    """A pair on its way into a stack.
 
-    ``chosen`` are the places that some row takes; ``is_total`` says that every row takes one.
+    ``before`` and ``behind`` are outputs of the stack's module that are not the pair's.
     """
 
-    def __init__(self, places: Sequence[int | None]) -> None:
-        self.chosen = sorted({place for place in places if place is not None})
-        self._places = np.array([place or 0 for place in places], np.uint32)
-        self._has_one = np.array([place is not None for place in places])
-        self.is_total = None not in places
+    adapter: int
+    pair: Pair
+    before: int = 0
+    behind: int = 0
+
+
+class Stack:
+    """Several pairs of one module side by side: a pair whose rank is all of theirs.
+
+    The rank is filled up to a power of two with zeros, so that a step's shape says little about
+    who takes part. ``spans`` say whose columns are whose.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, of_experts: bool) -> None:
+        self.spans = tuple(Span(p.adapter, _rank(p.pair, of_experts), p.pair.scale) for p in parts)
+        used = sum(span.rank for span in self.spans)
+        self.width = max(_LEAST_WIDTH, 1 << (used - 1).bit_length())
+        in_a, in_b = (1, 2) if of_experts else (1, 0)
+        self.a = _filled(mx.concatenate([p.pair.a for p in parts], in_a), in_a, self.width)
+        self.b = _filled(mx.concatenate([_widened(p) for p in parts], in_b), in_b, self.width)
+
+
+class Traced:
+    """A stack within a trace: other arrays of the same shapes, and the same columns."""
+
+    def __init__(self, stack: Stack | Traced, a: mx.array, b: mx.array) -> None:
+        self.spans: tuple[Span, ...] = stack.spans
+        self.width: int = stack.width
+        self.a, self.b = a, b
+
+
+class Takers:
+    """Which rows of a step take a pair. Shared by all layers of a step."""
+
+    def __init__(self, takes: Sequence[bool]) -> None:
+        self.num_rows = len(takes)
+        self.is_total = all(takes)
+        self._takes = np.array(takes)
+        self._made: dict[tuple[int, int], mx.array] = {}
+
+    def mask(self, length: int, ndim: int) -> mx.array:
+        """bool [length, 1, …] with ``ndim`` axes; ``length`` is a multiple of the rows."""
+        key = length, ndim
+        if key not in self._made:
+            taken = np.repeat(self._takes, _repeats(length, self.num_rows))
+            self._made[key] = mx.array(taken.reshape(length, *[1] * (ndim - 1)))
+        return self._made[key]
+
+
+class Shares:
+    """How much of each column of a stack each row of a step takes. Shared by all its layers.
+
+    ``counts`` [rows, adapters] says how often a row takes an adapter.
+    """
+
+    def __init__(self, counts: Sequence[Sequence[int]]) -> None:
+        self._counts = np.array(counts, np.float32)
         self._made: dict[object, mx.array] = {}
 
     @property
     def num_rows(self) -> int:
         """Rows of the step."""
-        return len(self._places)
+        return len(self._counts)
 
-    def places(self, length: int, ndim: int) -> mx.array:
-        """uint32 [length, 1, …] with ``ndim`` axes; ``length`` is a multiple of the rows."""
-        return self._spread("places", self._places, length, ndim)
-
-    def mask(self, length: int, ndim: int) -> mx.array:
-        """bool, of the same shape: the rows that take one."""
-        return self._spread("mask", self._has_one, length, ndim)
-
-    def scales(
-        self, scales: tuple[float, ...], dtype: mx.Dtype, length: int, ndim: int
-    ) -> mx.array:
-        """``scales`` are the stack's; of the same shape."""
-        values = np.array(scales, np.float32)[self._places]
-        return self._spread((scales, dtype), values, length, ndim).astype(dtype)
-
-    def _spread(self, what: object, values: Any, length: int, ndim: int) -> mx.array:
-        key = what, length, ndim
+    def by_row(self, spans: tuple[Span, ...], width: int) -> mx.array:
+        """float32 [rows, width]."""
+        key = spans, width
         if key not in self._made:
-            repeats, rest = divmod(length, self.num_rows)
-            if rest:
-                raise ValueError(f"an adapted layer takes {length} inputs of {self.num_rows} rows")
-            spread = np.repeat(values, repeats).reshape(length, *[1] * (ndim - 1))
-            self._made[key] = mx.array(spread)
+            shares = np.zeros((self.num_rows, width), np.float32)
+            first = 0
+            for adapter, rank, scale in spans:
+                shares[:, first : first + rank] = self._counts[:, adapter, None] * scale
+                first += rank
+            self._made[key] = mx.array(shares)
         return self._made[key]
+
+    def like(self, z: mx.array, spans: tuple[Span, ...]) -> mx.array:
+        """In the type of ``z`` [length, …, width] and of a shape that goes with it."""
+        length, width = z.shape[0], z.shape[-1]
+        key = spans, z.dtype, length, z.ndim, width
+        if key not in self._made:
+            shares = self.by_row(spans, width).astype(z.dtype)
+            if (repeats := _repeats(length, self.num_rows)) > 1:
+                shares = mx.repeat(shares, repeats, axis=0)
+            self._made[key] = shares.reshape(length, *[1] * (z.ndim - 2), width)
+        return self._made[key]
+
+
+class TracedShares(Shares):
+    """The same within a trace, out of arrays [rows, width] that come with each replay."""
+
+    def __init__(self, num_rows: int, given: dict[tuple[tuple[Span, ...], int], mx.array]) -> None:
+        super().__init__([[]] * num_rows)
+        for key, shares in given.items():
+            self._made[key] = shares
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One residual: every row's own, from ``stack``, or that of ``pair`` for all that take one."""
+    """A residual that all rows have in common which have any."""
 
-    choice: Choice
-    pair: Pair | None
-    stack: Stack | None = None
+    takers: Takers
+    pair: Pair
 
     def added(self, y: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
-        """``y`` + scale · ``z`` where a row takes one, ``y`` to the bit elsewhere."""
-        shape = y.shape[0], y.ndim
-        if self.pair is not None:
-            scaled = self.pair.scale * z
-        else:
-            assert self.stack is not None
-            scaled = self.choice.scales(self.stack.scales, z.dtype, *shape) * z
-        total = y + scaled.astype(dtype)
-        return total if self.choice.is_total else mx.where(self.choice.mask(*shape), total, y)
+        """``y`` + scale · ``z`` where a row takes it, ``y`` to the bit elsewhere."""
+        total = y + (self.pair.scale * z).astype(dtype)
+        if self.takers.is_total:
+            return total
+        return mx.where(self.takers.mask(y.shape[0], y.ndim), total, y)
 
 
-Terms = tuple[Term, ...]
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Residuals of rows that differ."""
+
+    shares: Shares
+    stack: Stack | Traced
+
+    def own(self, z: mx.array) -> mx.array:
+        """``z`` [length, …, width] with each row's own columns, as much of them as it takes."""
+        return _weighted(z, self.shares.like(z, self.stack.spans))
+
+
+Residuals = tuple[Term, ...] | Blend | None
 
 
 class AdaptedLinear:
-    """Stands in for a linear layer."""
+    """Stands in for a linear layer, or for a joint product of several."""
 
-    def __init__(self, base: Any, terms: Terms) -> None:
+    def __init__(self, base: Any, residuals: Residuals) -> None:
         self._base = base
-        self._terms = terms
+        self._residuals = residuals
 
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array = self._base(x)
-        for term in self._terms:
-            y = term.added(y, _product(term, x), x.dtype)
+        match self._residuals:
+            case Blend() as blend:
+                y = _plus(y, blend.own(x @ blend.stack.a), blend.stack.b)
+            case terms:
+                for term in terms or ():
+                    y = term.added(y, (x @ term.pair.a) @ term.pair.b, x.dtype)
         return y
 
 
 class AdaptedEmbedding:
     """Stands in for an embedding, also where it is the output layer (``head``)."""
 
-    def __init__(self, base: Any, terms: Terms, head: Terms) -> None:
+    def __init__(self, base: Any, residuals: Residuals, head: Residuals) -> None:
         self._base = base
-        self._terms = terms
+        self._residuals = residuals
         self._head = head
         self.was_head = False
 
     def __call__(self, ids: mx.array) -> mx.array:
         y: mx.array = self._base(ids)
-        for term in self._terms:
-            y = term.added(y, _looked_up(term, ids), y.dtype)
+        match self._residuals:
+            case Blend() as blend:
+                y = _plus(y, blend.own(blend.stack.a[ids]), blend.stack.b)
+            case terms:
+                for term in terms or ():
+                    y = term.added(y, term.pair.a[ids] @ term.pair.b, y.dtype)
         return y
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``x``."""
         self.was_head = True
         y: mx.array = self._base.as_linear(x)
-        for term in self._head:
-            y = term.added(y, _product_transposed(term, x), x.dtype)
+        match self._head:
+            case Blend() as blend:
+                y = _plus(y, blend.own(x @ blend.stack.b.T), blend.stack.a.T)
+            case terms:
+                for term in terms or ():
+                    y = term.added(y, (x @ term.pair.b.T) @ term.pair.a.T, x.dtype)
         return y
 
 
@@ -178,98 +258,75 @@ class Routing:
 class AdaptedExperts:
     """Stands in for a layer of stacked experts."""
 
-    def __init__(self, base: Any, terms: Terms, routing: Routing) -> None:
+    def __init__(self, base: Any, residuals: Residuals, routing: Routing) -> None:
         self._base = base
-        self._terms = terms
+        self._residuals = residuals
         self._routing = routing
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y: mx.array = self._base(x, indices, sorted_indices=sorted_indices)
-        for term in self._terms:
-            if sorted_indices and not (term.pair is not None and term.choice.is_total):
-                y = self._added_sorted(term, y, x, indices)
-            else:
-                z = _product_of_experts(term, x, indices, sorted_indices)
-                y = term.added(y, z, x.dtype)
+        match self._residuals:
+            case Blend() as blend:
+                z = _of_experts(x, blend.stack.a, indices, sorted_indices)
+                z = self._own_sorted(blend, z) if sorted_indices else blend.own(z)
+                y = y + _of_experts(z, blend.stack.b, indices, sorted_indices).astype(y.dtype)
+            case terms:
+                for term in terms or ():
+                    z = _of_experts(x, term.pair.a, indices, sorted_indices)
+                    z = _of_experts(z, term.pair.b, indices, sorted_indices)
+                    is_mixed = sorted_indices and not term.takers.is_total
+                    y = self._added_sorted(term, y, z) if is_mixed else term.added(y, z, x.dtype)
         return y
 
-    def _added_sorted(self, term: Term, y: mx.array, x: mx.array, indices: mx.array) -> mx.array:
-        choice = term.choice
-        owners = self._routing.owners(choice.num_rows)
-        rows = choice.num_rows, 1
-        if term.pair is not None:
-            z = term.pair.scale * _through_experts(x, term.pair.a, term.pair.b, indices, True)
-        else:
-            assert term.stack is not None
-            z = _from_stack(term.stack, x, choice.places(*rows)[owners], indices)
-            scales = choice.scales(term.stack.scales, z.dtype, *rows)
-            z = scales[owners].reshape(-1, 1, 1) * z
-        total = y + z.astype(x.dtype)
-        if choice.is_total:
-            return total
-        return mx.where(choice.mask(*rows)[owners].reshape(-1, 1, 1), total, y)
+    def _own_sorted(self, blend: Blend, z: mx.array) -> mx.array:
+        owners = self._routing.owners(blend.shares.num_rows)
+        shares = blend.shares.by_row(blend.stack.spans, z.shape[-1]).astype(z.dtype)[owners]
+        return _weighted(z, shares.reshape(z.shape[0], *[1] * (z.ndim - 2), z.shape[-1]))
+
+    def _added_sorted(self, term: Term, y: mx.array, z: mx.array) -> mx.array:
+        takers = term.takers
+        taken = takers.mask(takers.num_rows, 1)[self._routing.owners(takers.num_rows)]
+        total = y + (term.pair.scale * z).astype(y.dtype)
+        return mx.where(taken.reshape(-1, *[1] * (y.ndim - 1)), total, y)
 
 
-def _padded(arrays: Sequence[mx.array], axis: int) -> list[mx.array]:
-    longest = max(array.shape[axis] for array in arrays)
-    padded: list[mx.array] = []
-    for array in arrays:
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, longest - array.shape[axis])
-        padded.append(mx.pad(array, widths))
-    return padded
+def _rank(pair: Pair, of_experts: bool) -> int:
+    return int(pair.b.shape[2 if of_experts else 0])
 
 
-def _product(term: Term, x: mx.array) -> mx.array:
-    if term.pair is not None:
-        return (x @ term.pair.a) @ term.pair.b
-    assert term.stack is not None
-    return _gathered(term, x, term.stack.a, term.stack.b)
+def _widened(part: Part) -> mx.array:
+    """A pair's second half with outputs of zeros around its own."""
+    b = part.pair.b
+    if not (part.before or part.behind):
+        return b
+    return mx.pad(b, [(0, 0), (part.before, part.behind)])
 
 
-def _product_transposed(term: Term, x: mx.array) -> mx.array:
-    if term.pair is not None:
-        return (x @ term.pair.b.T) @ term.pair.a.T
-    assert term.stack is not None
-    return _gathered(term, x, term.stack.b.swapaxes(1, 2), term.stack.a.swapaxes(1, 2))
+def _filled(array: mx.array, axis: int, width: int) -> mx.array:
+    missing = width - array.shape[axis]
+    if not missing:
+        return mx.contiguous(array)
+    return mx.pad(array, [(0, missing if n == axis else 0) for n in range(array.ndim)])
 
 
-def _gathered(term: Term, x: mx.array, first: mx.array, second: mx.array) -> mx.array:
-    """``x`` · first · second with each row's own; ``x`` is [rows, …, tokens, width] or flat."""
-    wide = x if x.ndim > 2 else x[:, None]
-    places = term.choice.places(wide.shape[0], wide.ndim - 2)
-    z = mx.gather_mm(wide, first, rhs_indices=places)
-    z = mx.gather_mm(z, second, rhs_indices=places)
-    return z if x.ndim > 2 else z[:, 0]
+def _repeats(length: int, num_rows: int) -> int:
+    repeats, rest = divmod(length, num_rows)
+    if rest:
+        raise ValueError(f"an adapted layer takes {length} inputs of {num_rows} rows")
+    return repeats
 
 
-def _looked_up(term: Term, ids: mx.array) -> mx.array:
-    if term.pair is not None:
-        return term.pair.a[ids] @ term.pair.b
-    assert term.stack is not None
-    places = term.choice.places(ids.shape[0], ids.ndim)
-    found = term.stack.a[places, ids]
-    wide = found if found.ndim > 2 else found[:, None]
-    of_rows = term.choice.places(ids.shape[0], max(1, ids.ndim - 1))
-    z = mx.gather_mm(wide, term.stack.b, rhs_indices=of_rows)
-    return z if found.ndim > 2 else z[:, 0]
+def _weighted(z: mx.array, shares: mx.array) -> mx.array:
+    """``z`` · ``shares``, and 0 where a row takes nothing, even of what is not finite."""
+    return mx.where(shares == 0, 0, shares * z)
 
 
-def _product_of_experts(term: Term, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
-    if term.pair is not None:
-        return _through_experts(x, term.pair.a, term.pair.b, indices, is_sorted)
-    assert term.stack is not None
-    places = term.choice.places(indices.shape[0], indices.ndim)
-    return _from_stack(term.stack, x, places, indices)
+def _plus(y: mx.array, z: mx.array, b: mx.array) -> mx.array:
+    """``y`` + ``z`` · ``b`` in the type of ``y``."""
+    if y.dtype == z.dtype == b.dtype:
+        return mx.addmm(y, z, b)
+    return y + (z @ b).astype(y.dtype)
 
 
-def _from_stack(stack: Stack, x: mx.array, places: mx.array, indices: mx.array) -> mx.array:
-    chosen = (places * stack.a.shape[1] + indices).astype(mx.uint32)
-    return _through_experts(x, stack.a.flatten(0, 1), stack.b.flatten(0, 1), chosen, False)
-
-
-def _through_experts(
-    x: mx.array, a: mx.array, b: mx.array, indices: mx.array, is_sorted: bool
-) -> mx.array:
-    z = mx.gather_mm(x, a.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=is_sorted)
-    return mx.gather_mm(z, b.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=is_sorted)
+def _of_experts(x: mx.array, halves: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
+    return mx.gather_mm(x, halves.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=is_sorted)

@@ -1,17 +1,19 @@
-"""A model with the adapters of a step's rows in it, and the stacks that rows choose from.
+"""A model with the adapters of a step's rows in it.
 
 A :class:`View` puts stand-ins into the model's modules while it is entered and takes them out
-again. Runs on the device thread, while a step's graph is built. Knows adapters and the order of
-rows, not who they are.
+again; a :class:`Mixture` is what a replayed step needs to know of its rows instead. Runs on the
+device thread, while a step's graph is built. Knows adapters and the order of rows, not who they
+are.
 """
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
@@ -20,147 +22,117 @@ from .adapter_layers import (
     AdaptedEmbedding,
     AdaptedExperts,
     AdaptedLinear,
-    Choice,
-    Pair,
+    Blend,
+    Residuals,
     Routing,
-    Stack,
+    Shares,
+    Takers,
     Term,
-    Terms,
+    TracedShares,
 )
+from .adapter_stacks import Site, Stacks, place_of, table
+from .fusing import product_of
 
 Chain: TypeAlias = tuple[Adapter, ...]
 """The adapters of one row, in order."""
-Part: TypeAlias = Literal["pairs", "heads"]
-
-
-class Stacks:
-    """Pairs of several adapters by module, stacked when first asked for.
-
-    Does not keep its adapters alive; once one of them is gone, what was stacked is too.
-    """
-
-    def __init__(self, adapters: Sequence[Adapter]) -> None:
-        made: dict[tuple[str, Part], Stack] = {}
-        # A bound method would make a cycle, and the stacks would outlive their owner.
-        self._adapters = [
-            weakref.ref(adapter, lambda _: made.clear()) for adapter in dict.fromkeys(adapters)
-        ]
-        self._made = made
-
-    @property
-    def alive(self) -> list[Adapter]:
-        """Its adapters that still are, in order."""
-        return [adapter for ref in self._adapters if (adapter := ref()) is not None]
-
-    def hold(self, adapters: Sequence[Adapter]) -> bool:
-        """Whether these are among its adapters, and none of those is gone."""
-        alive = self.alive
-        return len(alive) == len(self._adapters) and set(adapters) <= set(alive)
-
-    def stack(self, name: str, part: Part, *, of_experts: bool) -> Stack:
-        """The pairs of a module, in the order of those adapters that have one."""
-        if (stack := self._made.get((name, part))) is None:
-            tables = (_table(adapter, part) for adapter in self.alive)
-            pairs = [table[name] for table in tables if name in table]
-            stack = self._made[name, part] = Stack(pairs, of_experts=of_experts)
-        return stack
 
 
 class View:
-    """The model with the adapters of ``chains`` in it, one chain a row, while entered.
+    """The model with residuals in it while entered; ``residuals`` by where they belong."""
 
-    ``stacked`` gives stacks that hold the adapters of all chains; it is asked only for rows that
-    differ in theirs.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        chains: tuple[Chain, ...],
-        stacked: Callable[[tuple[Chain, ...]], Stacks],
-    ) -> None:
-        self._chains = chains
-        adapters = list(dict.fromkeys(adapter for chain in chains for adapter in chain))
-        differ = len({chain for chain in chains if chain}) > 1
-        self._stacks = stacked(chains) if differ else None
-        self._order = adapters if self._stacks is None else self._stacks.alive
-        self._choices: dict[tuple[Adapter, ...], list[Choice]] = {}
-        self._places: list[tuple[Any, Any, Any, Any]] = []
+    def __init__(self, model: nn.Module, residuals: Mapping[Site, Residuals]) -> None:
+        self._residuals = residuals
+        self._places: list[tuple[Callable[[Any], None], Any, Any]] = []
         self._embeddings: dict[str, AdaptedEmbedding] = {}
         self._routings: dict[str, Routing] = {}
-        names = (n for adapter in adapters for n in (*adapter.pairs, *adapter.heads))
-        for name in dict.fromkeys(names):
-            self._replace(model, name, partial(self._stand_in, model, name))
+        for names in dict.fromkeys(site.names for site in residuals):
+            self._adapt(model, names)
 
     def __enter__(self) -> None:
-        for container, key, _, stand_in in self._places:
-            container[key] = stand_in
+        for put, _, stand_in in self._places:
+            put(stand_in)
 
     def __exit__(self, *_: object) -> None:
-        for container, key, module, _ in self._places:
-            container[key] = module
+        for put, module, _ in self._places:
+            put(module)
 
     def was_head(self, name: str) -> bool:
         """Whether an embedding was used as the output layer."""
         return self._embeddings[name].was_head
 
-    def _replace(self, model: nn.Module, name: str, make: Callable[[Any], Any]) -> Any:
-        container, key = _place_of(model, name)
+    def _adapt(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        name = names[0]
+        residuals = self._residuals.get(Site(names, "pairs"))
+        container, key = place_of(model, name)
         module = container[key]
-        stand_in = make(module)
-        self._places.append((container, key, module, stand_in))
-        return stand_in
-
-    def _stand_in(self, model: nn.Module, name: str, module: Any) -> Any:
-        if isinstance(module, (nn.Linear, nn.QuantizedLinear)):
-            return AdaptedLinear(module, self._terms(name, "pairs"))
-        if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
-            terms, head = self._terms(name, "pairs"), self._terms(name, "heads")
-            stand_in = self._embeddings[name] = AdaptedEmbedding(module, terms, head)
-            return stand_in
-        terms = self._terms(name, "pairs", of_experts=True)
-        return AdaptedExperts(module, terms, self._routing(model, name.rpartition(".")[0]))
+        product = product_of(module)
+        put = partial(operator.setitem, container, key)
+        if isinstance(residuals, Blend) and product is not None:
+            joint = AdaptedLinear(product.joint, residuals)
+            self._places.append((partial(setattr, product, "joint"), product.joint, joint))
+        elif isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+            self._places.append((put, module, AdaptedLinear(module, residuals)))
+        elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
+            head = self._residuals.get(Site(names, "heads"))
+            stand_in = self._embeddings[name] = AdaptedEmbedding(module, residuals, head)
+            self._places.append((put, module, stand_in))
+        else:
+            routing = self._routing(model, name.rpartition(".")[0])
+            self._places.append((put, module, AdaptedExperts(module, residuals, routing)))
 
     def _routing(self, model: nn.Module, name: str) -> Routing:
         if name not in self._routings:
-            container, key = _place_of(model, name)
-            routing = self._routings[name] = Routing(container[key])
-            if isinstance(container[key], (SwitchGLU, SwitchMLP)):
-                self._replace(model, name, lambda _: routing)
+            container, key = place_of(model, name)
+            module = container[key]
+            self._routings[name] = routing = Routing(module)
+            if isinstance(module, (SwitchGLU, SwitchMLP)):
+                self._places.append((partial(operator.setitem, container, key), module, routing))
         return self._routings[name]
 
-    def _terms(self, name: str, part: Part, *, of_experts: bool = False) -> Terms:
-        having = tuple(adapter for adapter in self._order if name in _table(adapter, part))
-        terms: list[Term] = []
-        for choice in self._chosen(having):
-            if len(choice.chosen) == 1:
-                terms.append(Term(choice, _table(having[choice.chosen[0]], part)[name]))
-            else:
-                assert self._stacks is not None
-                stack = self._stacks.stack(name, part, of_experts=of_experts)
-                terms.append(Term(choice, None, stack))
-        return tuple(terms)
 
-    def _chosen(self, having: tuple[Adapter, ...]) -> list[Choice]:
-        """What the rows take of these adapters: each row's first, each row's second, and so on."""
-        if having not in self._choices:
-            place = {adapter: number for number, adapter in enumerate(having)}
-            taken = [[place[a] for a in chain if a in place] for chain in self._chains]
-            self._choices[having] = [
-                Choice([one[turn] if turn < len(one) else None for one in taken])
-                for turn in range(max(map(len, taken)))
-            ]
-        return self._choices[having]
+class Mixture:
+    """The adapters of a replayed step's rows: what the trace is for, and what goes into it."""
+
+    def __init__(self, model: nn.Module, chains: Sequence[Chain], stacks: Stacks) -> None:
+        self._model = model
+        self._stacks = stacks
+        self._num_rows = len(chains)
+        shares = Shares(stacks.counts(chains))
+        self._shares = [shares.by_row(*spans) for spans in stacks.spans]
+
+    @property
+    def pattern(self) -> str:
+        """Mixtures of one pattern, and of as many rows, replay the same trace."""
+        return self._stacks.pattern
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All weights that some row may take, and how much of them each does."""
+        return [*self._shares, *self._stacks.arrays]
+
+    def shown(self, arrays: Sequence[mx.array]) -> View:
+        """The model with such ``arrays`` in it, of this mixture or of another like it."""
+        count = len(self._shares)
+        given = dict(zip(self._stacks.spans, arrays[:count], strict=True))
+        shares = TracedShares(self._num_rows, given)
+        stacks = self._stacks.sites(arrays[count:])
+        return View(self._model, {site: Blend(shares, stack) for site, stack in stacks.items()})
 
 
-def _table(adapter: Adapter, part: Part) -> Mapping[str, Pair]:
-    return adapter.pairs if part == "pairs" else adapter.heads
+def blended(model: nn.Module, chains: Sequence[Chain], stacks: Stacks) -> View:
+    """The model with the adapters of ``chains``, one chain a row, whatever they are."""
+    shares = Shares(stacks.counts(chains))
+    return View(model, {site: Blend(shares, stack) for site, stack in stacks.sites().items()})
 
 
-def _place_of(model: Any, name: str) -> tuple[Any, Any]:
-    """The container of a module, and its key there."""
-    *path, last = name.split(".")
-    container = model
-    for part in path:
-        container = container[int(part)] if isinstance(container, list) else container[part]
-    return container, int(last) if isinstance(container, list) else last
+def alike(model: nn.Module, chains: Sequence[Chain]) -> View:
+    """The same for rows that all have one chain or none, without a copy of any weight."""
+    takers = Takers([bool(chain) for chain in chains])
+    (chain,) = {chain for chain in chains if chain}
+    residuals: dict[Site, Residuals] = {}
+    for use in ("pairs", "heads"):
+        for name in dict.fromkeys(name for adapter in chain for name in table(adapter, use)):
+            tables = (table(adapter, use) for adapter in chain)
+            terms = tuple(Term(takers, pairs[name]) for pairs in tables if name in pairs)
+            residuals[Site((name,), use)] = terms
+    return View(model, residuals)

@@ -4,17 +4,22 @@ Building the graph of a step takes Python longer than a large GPU takes to run i
 traced once for each shape of the batch (its groups and their slots) and then only replayed: tokens,
 offsets and all buffers go in, logits and the new buffers come out, and as nobody else holds the old
 buffers they are written in place. Spare slots take part as rows of their own, so that rows come and
-go without a new shape. Owns the traces; runs on the device thread; knows no rows and no requests.
+go without a new shape. Adapters go in as arrays too, their weights and each row's share of them, so
+that a trace serves whatever is mounted and whoever takes it; steps without any have traces of their
+own, in which nothing of adapters is computed. Owns the traces; runs on the device thread; knows no
+rows and no requests.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
+from .adapters import Adapters, Chain, Mixture
 from .batch import RowBatch
 from .groups import GroupKey, Segment
 from .layouts import KVLayout
@@ -27,8 +32,17 @@ MOST_TRACES = 64
 SEEN_BEFORE_TRACING = 2
 """Steps of a shape before it is traced: shapes that pass by are not worth it."""
 
-Shape: TypeAlias = tuple[tuple[GroupKey, int], ...]
-Trace: TypeAlias = Callable[[mx.array, mx.array, list[list[mx.array]]], Any]
+Trace: TypeAlias = Callable[[mx.array, mx.array, list[list[mx.array]], list[mx.array]], Any]
+
+
+class Shape(NamedTuple):
+    """What a step must have in common with others to share their trace.
+
+    Its groups and their slots, and the pattern of its adapters; that is empty without any.
+    """
+
+    groups: tuple[tuple[GroupKey, int], ...]
+    pattern: str
 
 
 def can_replay(batch: RowBatch) -> bool:
@@ -39,29 +53,44 @@ def can_replay(batch: RowBatch) -> bool:
 class CompiledDecode:
     """Replays the decode steps of one batch."""
 
-    def __init__(self, model: Any, batch: RowBatch) -> None:
+    def __init__(self, model: Any, batch: RowBatch, adapters: Adapters) -> None:
         self._model = model
         self._batch = batch
+        self._adapters = adapters
+        self._mixture: Mixture | None = None
         self._seen: dict[Shape, int] = {}
         self._traces: OrderedDict[Shape, Trace] = OrderedDict()
 
-    def logits(self, tokens: mx.array) -> mx.array | None:
+    def logits(self, tokens: mx.array, chains: Sequence[Chain]) -> mx.array | None:
         """Logits [B, 1, V] for one token [B] in each row of a step that began with one column.
 
-        None if this step cannot be replayed (yet): run the model as usual.
+        ``chains`` are the rows' adapters. None if this step cannot be replayed (yet): run the
+        model as usual.
         """
         segments = self._batch.segments
         layers = _kv_layers(self._batch, segments)
-        shape = tuple((segment.group, segment.slots) for segment in segments)
+        mixture = self._adapters.mixture(_by_slot(segments, chains))
+        groups = tuple((segment.group, segment.slots) for segment in segments)
+        shape = Shape(groups, "" if mixture is None else mixture.pattern)
         if layers is None or (trace := self._trace_of(shape, layers)) is None:
             return None
         offsets, places = _spread(segments)
         full = tokens if places is None else tokens[places[0]]
         state = [layer.arrays for layer in layers]
-        logits, state = trace(full, offsets, state)
+        self._mixture = mixture
+        try:
+            logits, state = trace(full, offsets, state, mixture.arrays if mixture else [])
+        finally:
+            self._mixture = None
         _put(layers, state)
         made: mx.array = logits if places is None else logits[places[1]]
         return made
+
+    def forget_adapters(self) -> None:
+        """No adapter is left: neither are the traces that were made for some."""
+        for shape in [shape for shape in self._traces if shape.pattern]:
+            del self._traces[shape]
+        self._seen = {shape: times for shape, times in self._seen.items() if not shape.pattern}
 
     def _trace_of(self, shape: Shape, layers: list[KVLayout]) -> Trace | None:
         if (known := self._traces.get(shape)) is not None:
@@ -79,18 +108,23 @@ class CompiledDecode:
     def _make_trace(self, shape: Shape, layers: list[KVLayout]) -> Trace:
         segments: list[Segment] = []
         start = 0
-        for group, slots in shape:
+        for group, slots in shape.groups:
             segments.append(Segment(group, slots, start, (0,) * slots))
             start += slots
 
         def step(
-            tokens: mx.array, offsets: mx.array, state: list[list[mx.array]]
+            tokens: mx.array,
+            offsets: mx.array,
+            state: list[list[mx.array]],
+            adapters: list[mx.array],
         ) -> tuple[mx.array, list[list[mx.array]]]:
             held = [layer.arrays for layer in layers]
             _put(layers, state)
             shared = TracedStep(tuple(segments), offsets)
             caches = nest([layer.cache(shared) for layer in layers], self._batch.nesting)
-            logits = self._model(tokens[:, None], cache=caches)
+            mixture = self._mixture
+            with nullcontext() if mixture is None else mixture.shown(adapters):
+                logits = self._model(tokens[:, None], cache=caches)
             made = [layer.arrays for layer in layers]
             _put(layers, held)
             return logits, made
@@ -108,6 +142,15 @@ def _kv_layers(batch: RowBatch, segments: tuple[Segment, ...]) -> list[KVLayout]
             return None
         layers.append(layer)
     return layers
+
+
+def _by_slot(segments: tuple[Segment, ...], chains: Sequence[Chain]) -> list[Chain]:
+    """The adapters of each slot; spare ones have none."""
+    made: list[Chain] = []
+    for segment in segments:
+        made += chains[segment.start : segment.stop]
+        made += [()] * (segment.slots - len(segment.lengths))
+    return made
 
 
 def _put(layers: list[KVLayout], state: list[list[mx.array]]) -> None:

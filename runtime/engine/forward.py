@@ -67,7 +67,7 @@ class Forward:
         self._batch: Any = self._new_batch() if together else None
         self._compiled: CompiledDecode | None = None
         if replay and self._batch is not None and can_replay(self._batch):
-            self._compiled = CompiledDecode(model, self._batch)
+            self._compiled = CompiledDecode(model, self._batch, adapters)
         self._batched: dict[RowId, Row] = {}
         self._homes: dict[RowId, Any] = {}
 
@@ -89,7 +89,13 @@ class Forward:
         row.caches = None
         if row.adapters:
             row.adapters = ()
-            self._adapters.forget()
+            self.forget_adapters()
+
+    def forget_adapters(self) -> None:
+        """A row with adapters is gone, or an adapter is: keep nothing that only they needed."""
+        self._adapters.forget()
+        if self._compiled is not None and self._adapters.are_gone:
+            self._compiled.forget_adapters()
 
     def copy(self, row: Row, length: int) -> list[Any]:
         """A compact copy (lazy) of a row's first ``length`` tokens. Raises CannotCut."""
@@ -146,10 +152,6 @@ class Forward:
             done.append(drawn)
             faults += failed
         return done, faults
-
-    def look_ahead(self) -> None:
-        """Read tokens that the next step's masks need, where they can be made meanwhile."""
-        self._drawing.look_ahead()
 
     def push(self) -> list[Fault]:
         """Start the draws; the tokens of the step before are known. Returns rows that failed."""
@@ -260,8 +262,8 @@ class Forward:
         rows = [self._batched[i] for i in self._batch.rows]
         inputs = next_inputs(rows)
         logits = None
-        if self._compiled is not None and not any(row.adapters for row in rows):
-            logits = self._compiled.logits(inputs)
+        if self._compiled is not None:
+            logits = self._compiled.logits(inputs, [row.adapters for row in rows])
         if logits is None:
             logits = self._run(rows, inputs[:, None], caches)
         self._batch.commit(1)

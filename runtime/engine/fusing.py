@@ -19,7 +19,7 @@ import mlx.nn as nn
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class _Product:
+class JointProduct:
     """The joint product: remembers its result until the last sibling has taken its part."""
 
     def __init__(self, joint: nn.Module, ends: Sequence[int]) -> None:
@@ -37,6 +37,10 @@ class _Product:
         if index == len(self._ends) - 1:
             self._input = self._output = None
         return made
+
+    def around(self, index: int) -> tuple[int, int]:
+        """How many outputs lie before and behind those of sibling ``index``."""
+        return self._ends[index - 1] if index else 0, self._ends[-1] - self._ends[index]
 
 
 class _FusedLinear(nn.Linear):
@@ -78,6 +82,11 @@ def joint_products(model: nn.Module) -> list[nn.Module]:
     return list({id(m.product): m.product.joint for m in fused}.values())
 
 
+def product_of(module: Any) -> JointProduct | None:
+    """The joint product that computes a module's part, if one does."""
+    return module.product if type(module) in _FUSED.values() else None
+
+
 def _are_alike(parts: Sequence[Any]) -> bool:
     kinds = {
         (type(p), *_settings(p), p.weight.dtype, p.weight.shape[1:], *sorted(p)) for p in parts
@@ -92,7 +101,7 @@ def _settings(part: Any) -> tuple[Any, ...]:
 def _fuse(parts: Sequence[Any]) -> None:
     ends = list(accumulate(part.weight.shape[0] for part in parts))
     joint = _joined(parts)
-    product = _Product(joint, ends)
+    product = JointProduct(joint, ends)
     for index, part in enumerate(parts):
         first = ends[index - 1] if index else 0
         for name in part.parameters():
