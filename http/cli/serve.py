@@ -287,7 +287,9 @@ def banner(
     """What is served, where, and a line to try it with. ``ssd``: ``/stats.ssd_cache``."""
     window = f"{model.context_window:,} tokens" if model.context_window else "unknown"
     rows = f"up to {settings.batch} together" if model.batchable else f"one ({model.lone_reason})"
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}]})
+    hello = [{"role": "user", "content": "Hello!"}]
+    # A small model may go on to the end of its window, with nothing to be seen until then.
+    body = json.dumps({"messages": hello, "max_tokens": 200})
     lines = [
         f"model    {model.name}",
         f"device   {model.device}",
