@@ -5,6 +5,11 @@
 Random weights of a real shape (no download). Each side is warmed at each size, the sides take
 turns, medians of the repetitions; prefill is outside the clock. ``generate_step`` is the bar of a
 lone row, ``BatchGenerator`` that of several; both run mlx-lm's own model.
+
+    .venv/bin/python bench/engine.py --shape llama-3b --rows "" --adapters 3
+
+32 rows, of which every fourth has none and the others one of three LoRA adapters of rank 16 on all
+projections, against 32 rows without; and the same where all rows have the first one.
 """
 
 from __future__ import annotations
@@ -75,6 +80,40 @@ def make_model(path: Path, shape: str, bits: int, dtype: mx.Dtype) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+def make_adapter(path: Path, shape: str, seed: int, dtype: mx.Dtype, rank: int = 16) -> None:
+    """Write a LoRA folder of random weights for all projections, as mlx-lm's tuner leaves it."""
+    config = SHAPES[shape]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, width = config["num_attention_heads"], config["head_dim"]
+    keys, values = config["num_key_value_heads"] * width, heads * width
+    widths = {
+        "self_attn.q_proj": (hidden, values),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (values, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    mx.random.seed(seed)
+    weights: dict[str, mx.array] = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in widths.items():
+            place = f"model.layers.{layer}.{name}"
+            a = mx.random.normal((inputs, rank)) * inputs**-0.5
+            weights[f"{place}.lora_a"] = a.astype(dtype)
+            weights[f"{place}.lora_b"] = (mx.random.normal((rank, outputs)) * 0.02).astype(dtype)
+    parameters = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": list(widths)}
+    described = {
+        "fine_tune_type": "lora",
+        "num_layers": config["num_hidden_layers"],
+        "lora_parameters": parameters,
+    }
+    path.mkdir()
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    (path / "adapter_config.json").write_text(json.dumps(described))
+
+
 def prompts(rows: int, length: int, vocab: int) -> list[list[int]]:
     """Different ids for every row."""
     return [[1 + (r * 7919 + i * 104729) % (vocab - 1) for i in range(length)] for r in range(rows)]
@@ -116,6 +155,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--adapters", type=int, default=0, help="also: 32 rows with so many")
     parser.add_argument("--long", type=int, default=0, help="also: one row of this length")
     options = parser.parse_args()
     dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
@@ -123,10 +163,12 @@ def main() -> None:
         make_model(Path(folder), options.shape, options.bits, dtype)
         rig = Rig(Path(folder))
         theirs, _ = load_model(Path(folder))
-        sizes = map(int, options.rows.split(","))
+        sizes = map(int, filter(None, options.rows.split(",")))
         results = [measure(rig, theirs, rows, options) for rows in sizes]
         if options.long:
             results.append(uneven(rig, options))
+        if options.adapters:
+            results.append(adapted(rig, Path(folder), options))
     print(json.dumps(results))
 
 
@@ -172,6 +214,34 @@ def uneven(rig: Rig, options: argparse.Namespace) -> dict[str, float]:
     print(f"32 short {one * 1e3:.2f} ms, with one of {options.long}: {other * 1e3:.2f} ms, "
           f"{other / one:.2f} ×", flush=True)  # fmt: skip
     return {"short_step": one, "uneven_step": other}
+
+
+def adapted(rig: Rig, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """32 rows with adapters and without, interleaved, against 32 without, seconds a step."""
+    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
+    mounted: list[tuple[str, ...]] = []
+    for number in range(options.adapters):
+        path = folder / f"adapter-{number}"
+        make_adapter(path, options.shape, number + 1, dtype)
+        mounted.append((rig.device.mount(path.name, path).revision,))
+    asked = prompts(32, options.prompt, rig.info.vocab_size)
+    turns = [*mounted, ()]
+    sides = {
+        "base": [()] * 32,
+        "mixed": [turns[row % len(turns)] for row in range(32)],
+        "one for all": [mounted[0]] * 32,
+    }
+    steps: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(options.repeat + 1):
+        for side, chains in sides.items():
+            seconds = 32 / rig.rate(asked, options.tokens, adapters=chains)
+            if turn:
+                steps[side].append(seconds)
+    medians = {side: statistics.median(seen) for side, seen in steps.items()}
+    for side, seconds in medians.items():
+        print(f"32 rows, {side}: {seconds * 1e3:.2f} ms a step, "
+              f"{seconds / medians['base']:.3f} ×", flush=True)  # fmt: skip
+    return {f"{side}_step": seconds for side, seconds in medians.items()}
 
 
 if __name__ == "__main__":

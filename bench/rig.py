@@ -40,15 +40,23 @@ class Rig:
         self._steps = count(0)
 
     def start(
-        self, prompts: Sequence[Sequence[int]], matchers: Sequence[object] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        matchers: Sequence[object] = (),
+        adapters: Sequence[tuple[str, ...]] = (),
     ) -> tuple[int, ...]:
-        """Prefill rows for these prompts, one after the other; the first ones have matchers."""
+        """Prefill rows for these prompts, one after the other.
+
+        The first ones have matchers, and the first ones the adapters of these revisions.
+        """
         from mlx_troupe.runtime import device as d
         from mlx_troupe.runtime.requests import Sampling
 
         ids = tuple(d.RowId(next(self._rows)) for _ in prompts)
-        for row, prompt, matcher in zip_longest(ids, prompts, matchers):
-            start = d.StartRow(row, tuple(prompt), Sampling(), d.Cold(), matcher=matcher)
+        for row, prompt, matcher, chain in zip_longest(ids, prompts, matchers, adapters):
+            start = d.StartRow(
+                row, tuple(prompt), Sampling(), d.Cold(), chain or (), matcher=matcher
+            )
             self.step(start=(start,))
             for done in range(0, len(prompt) - 1, 2048):
                 size = min(2048, len(prompt) - 1 - done)
@@ -60,12 +68,16 @@ class Rig:
         self.step(end=rows)
 
     def rate(
-        self, prompts: Sequence[Sequence[int]], tokens: int, matchers: Sequence[object] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        matchers: Sequence[object] = (),
+        adapters: Sequence[tuple[str, ...]] = (),
     ) -> float:
         """Tokens per second of all rows while they decode together."""
         from mlx_troupe.runtime import device as d
 
-        rows = self.start(prompts, matchers)
+        rows = self.start(prompts, matchers, adapters)
 
         def launch() -> None:
             self.device.launch(d.StepPlan(d.StepId(next(self._steps)), decode=rows))  # type: ignore[arg-type]
