@@ -19,6 +19,7 @@ from mlx_troupe.runtime.prefix.entries import Hit, Origin, namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.prefix.room import Headroom, excess
+from mlx_troupe.runtime.scheduling.effects import LookUp, Missed, ReturnLease, Store
 from mlx_troupe.runtime.spill.queue import Candidate
 
 from .gpu import GpuView
@@ -28,17 +29,13 @@ from .messages import (
     CacheMessage,
     Clear,
     CloseSession,
-    Crowded,
     DeviceLost,
     DeviceReady,
     EndAllLeases,
-    EndLease,
     Explain,
     Found,
     GpuCommand,
-    Lookup,
     Pressed,
-    Put,
     Release,
     SchedulerMessage,
 )
@@ -105,9 +102,9 @@ class KVCacheActor:
         left = [] if self._in_hand is None else [self._in_hand]
         for message in (*left, *self._mailbox.drain()):
             match message:
-                case Lookup(row):
+                case LookUp(row):
                     self._scheduler.post(Found(row, None))
-                case Put(snapshot):
+                case Store(snapshot):
                     self._gpu.post(Release((snapshot,)))
                 case Restored(state=restored):
                     if restored is not None:
@@ -120,7 +117,7 @@ class KVCacheActor:
                     explained.set(None)
                 case Flush(report):
                     report.fail(Unavailable(reason))
-                case EndLease() | EndAllLeases() | Crowded() | Pressed() | Prefetch():
+                case ReturnLease() | EndAllLeases() | Missed() | Pressed() | Prefetch():
                     pass
                 case DeviceReady() | DeviceLost():
                     pass
@@ -131,15 +128,15 @@ class KVCacheActor:
 
     def _take(self, message: CacheMessage) -> None:
         match message:
-            case Lookup():
+            case LookUp():
                 self._look_up(message)
-            case Put():
+            case Store():
                 self._put(message)
-            case EndLease(lease, taken):
+            case ReturnLease(lease, taken):
                 self._release(self.core.end_lease(lease, taken=taken))
             case EndAllLeases():
                 self._release(self.core.end_all_leases())
-            case Crowded(nbytes):
+            case Missed(nbytes):
                 # Nobody makes way for a state that would not fit into all of it.
                 room = nbytes if nbytes <= self._budget else 0
                 self._headroom.missed(room)
@@ -183,7 +180,7 @@ class KVCacheActor:
             over = excess(self._view.stats, kept, model)
             self._release(self.core.relieve(over) if over else ())
 
-    def _look_up(self, message: Lookup) -> None:
+    def _look_up(self, message: LookUp) -> None:
         hit = self._find(message)
         model, tier = self._model, self._tier
         if model is not None and tier is not None:
@@ -193,7 +190,7 @@ class KVCacheActor:
                 return
         self._answer(message, hit)
 
-    def _find(self, message: Lookup) -> Hit | None:
+    def _find(self, message: LookUp) -> Hit | None:
         """The longest usable prefix that memory has, leased."""
         model = self._model
         if model is None or self.core.leases >= self._max_leases:
@@ -220,7 +217,7 @@ class KVCacheActor:
         on_disk = 0 if self._tier is None else self._tier.usable(message.ids, namespace, model)
         return explanation, on_disk
 
-    def _answer(self, message: Lookup, hit: Hit | None) -> None:
+    def _answer(self, message: LookUp, hit: Hit | None) -> None:
         if self._model is not None:
             # A row of a large state is let in: what it leaves is not going to fit just so.
             coming = kept_bytes(self._model, len(message.ids))
@@ -230,7 +227,7 @@ class KVCacheActor:
             self._tier.use(hit.snapshot, trio.current_time())
         self._scheduler.post(Found(message.row, hit))
 
-    def _put(self, message: Put) -> None:
+    def _put(self, message: Store) -> None:
         model = self._model
         if model is None:
             return

@@ -24,9 +24,16 @@ from mlx_troupe.runtime.device import (
     StepPlan,
 )
 from mlx_troupe.runtime.errors import TroupeError
-from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId, Origin
+from mlx_troupe.runtime.prefix.entries import Hit
 from mlx_troupe.runtime.prefix.explain import Explanation
-from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
+from mlx_troupe.runtime.scheduling.effects import (
+    LookUp,
+    Missed,
+    ReturnLease,
+    RowEvent,
+    RowSpec,
+    Store,
+)
 
 from .reply import Reply
 from .spill_messages import (
@@ -111,35 +118,7 @@ SchedulerMessage: TypeAlias = (
     Submit | Cancel | Found | StepSettled | DeviceReady | DeviceLost | CacheLost
 )
 
-# ---- to the prefix cache -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Find the longest usable prefix for a row; answered with :class:`Found`.
-
-    Only states that were computed with the same ``adapters`` (revisions, in order) are usable.
-    ``session`` is who asks, in the client's own words.
-    """
-
-    row: RowId
-    ids: tuple[int, ...]
-    adapters: tuple[str, ...] = ()
-    session: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """A state of exactly ``ids`` was made with ``adapters``. No answer; what is not kept is
-    released."""
-
-    snapshot: SnapshotId
-    ids: tuple[int, ...]
-    nbytes: int
-    kind: Kind
-    adapters: tuple[str, ...] = ()
-    session: str | None = None
-    origin: Origin | None = None
+# ---- to the prefix cache; what the scheduler's core asks of it comes as the core said it --------
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +143,8 @@ class CloseSession:
 
 
 @dataclass(frozen=True, slots=True)
-class EndLease:
-    """A lent state has been copied, or (not ``taken``) never will be."""
-
-    lease: LeaseId
-    taken: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class EndAllLeases:
     """Whoever held leases was restarted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crowded:
-    """A state of so many bytes was not kept: the device had no room for it."""
-
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +160,11 @@ class Clear:
 
 
 CacheMessage: TypeAlias = (
-    Lookup
-    | Put
-    | EndLease
+    LookUp
+    | Store
+    | ReturnLease
     | EndAllLeases
-    | Crowded
+    | Missed
     | Pressed
     | Clear
     | CloseSession

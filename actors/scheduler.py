@@ -39,17 +39,13 @@ from .messages import (
     CacheLost,
     CacheMessage,
     Cancel,
-    Crowded,
     DeviceLost,
     DeviceReady,
     DropRows,
     EndAllLeases,
-    EndLease,
     Found,
     GpuCommand,
     Launch,
-    Lookup,
-    Put,
     Release,
     SchedulerMessage,
     Settle,
@@ -212,27 +208,27 @@ class SchedulerActor:
             match effect:
                 case Started() | TokenMade() | RowEnded() | RowBroken():
                     self._send(effect)
-                case LookUp(row, ids, adapters, session):
-                    self._look_up(Lookup(row, ids, adapters, session))
-                case Store(snapshot, ids, nbytes, kind, adapters, session, origin):
-                    self._store(Put(snapshot, ids, nbytes, kind, adapters, session, origin))
-                case ReturnLease(lease, taken):
-                    self._cache.post(EndLease(lease, taken))
-                case Missed(nbytes):
+                case LookUp():
+                    self._look_up(effect)
+                case Store():
+                    self._store(effect)
+                case ReturnLease():
+                    self._cache.post(effect)
+                case Missed():
                     with suppress(trio.WouldBlock):
-                        self._cache.post(Crowded(nbytes), spare=self._cache_spare)
+                        self._cache.post(effect, spare=self._cache_spare)
                 case Discard(snapshot):
                     self._made.discard(snapshot)
                     self._gpu.post(Release((snapshot,)))
                 case _:
                     assert_never(effect)
 
-    def _store(self, put: Put) -> None:
-        self._made.discard(put.snapshot)
+    def _store(self, offer: Store) -> None:
+        self._made.discard(offer.snapshot)
         try:
-            self._cache.post(put, spare=self._cache_spare)
+            self._cache.post(offer, spare=self._cache_spare)
         except trio.WouldBlock:
-            self._gpu.post(Release((put.snapshot,)))
+            self._gpu.post(Release((offer.snapshot,)))
 
     def _prefetch(self, spec: RowSpec) -> None:
         """Only a hint: which adapters the row will have is decided when it leaves the queue."""
@@ -240,7 +236,7 @@ class SchedulerActor:
             revisions = self.core.resolve(spec.adapters)
             self._cache.post(Prefetch(spec.prompt, revisions), spare=self._cache_spare)
 
-    def _look_up(self, lookup: Lookup) -> None:
+    def _look_up(self, lookup: LookUp) -> None:
         try:
             self._cache.post(lookup, spare=self._cache_spare)
         except trio.WouldBlock:

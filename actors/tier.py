@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from mlx_troupe.runtime.budgets import kept_bytes
 from mlx_troupe.runtime.device import ModelInfo, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Hit
+from mlx_troupe.runtime.scheduling.effects import LookUp
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 
 from .disk import Disk, OnDisk
 from .mailbox import Mailbox
-from .messages import DeviceLost, Lookup, SpillMessage
+from .messages import (
+    DeviceLost,
+    SpillMessage,
+)
 from .reply import Reply
 from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Save
 
@@ -41,7 +45,7 @@ class _Kept:
 class Waiting:
     """A lookup that waits for a state, and what memory has for it."""
 
-    lookup: Lookup
+    lookup: LookUp
     hit: Hit | None
 
 
@@ -92,7 +96,7 @@ class SsdTier:
 
     # ---- from the disk -------------------------------------------------------------------
 
-    def fetch(self, lookup: Lookup, namespace: str, hit: Hit | None, model: ModelInfo) -> bool:
+    def fetch(self, lookup: LookUp, namespace: str, hit: Hit | None, model: ModelInfo) -> bool:
         """Whether the disk has more than ``hit`` for a row, which then waits for it."""
         if hit is not None:
             self._early_kept.pop(hit.snapshot, None)

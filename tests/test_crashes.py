@@ -19,11 +19,8 @@ from mlx_troupe.actors.messages import (
     CacheMessage,
     Cancel,
     Clear,
-    EndLease,
     Found,
     GpuCommand,
-    Lookup,
-    Put,
     Release,
     SchedulerMessage,
     StepSettled,
@@ -39,7 +36,7 @@ from mlx_troupe.runtime.prefix.entries import LeaseId
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import Failed, Finished, Sampling
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
-from mlx_troupe.runtime.scheduling.effects import RowEvent, RowSpec
+from mlx_troupe.runtime.scheduling.effects import LookUp, ReturnLease, RowEvent, RowSpec, Store
 
 
 class Injected(Exception):
@@ -476,11 +473,11 @@ async def test_a_cache_that_dies_answers_its_whole_mailbox(autojump_clock: objec
     )
     reply: Reply[int] = Reply()
     for message in (
-        Put(SnapshotId(1), (1, 2), 2, "final"),
-        Lookup(RowId(1), (1, 2, 3)),
-        Lookup(RowId(2), (1, 2, 3)),
-        Put(SnapshotId(2), (3, 4), 2, "final"),
-        EndLease(LeaseId(1)),
+        Store(SnapshotId(1), (1, 2), 2, "final"),
+        LookUp(RowId(1), (1, 2, 3)),
+        LookUp(RowId(2), (1, 2, 3)),
+        Store(SnapshotId(2), (3, 4), 2, "final"),
+        ReturnLease(LeaseId(1)),
         Clear(reply),
     ):
         post.cache.post(message)

@@ -11,13 +11,16 @@ from company import SETTINGS, ask, company, counted, nothing_left, run, settle
 
 from mlx_troupe.actors.gate import Bounds, Gate
 from mlx_troupe.actors.mailbox import Mailbox
-from mlx_troupe.actors.messages import Cancel, EndLease, Lookup
+from mlx_troupe.actors.messages import (
+    Cancel,
+)
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.errors import Overloaded
 from mlx_troupe.runtime.prefix.entries import LeaseId
 from mlx_troupe.runtime.requests import Failed, Finished
+from mlx_troupe.runtime.scheduling.effects import LookUp, ReturnLease
 
 
 async def leave_after(runtime: Runtime, prompt: int, seconds: float, wakes: int) -> bool:
@@ -145,15 +148,15 @@ async def test_a_slow_cache_makes_misses_and_keeps_room_for_leases(
         posted = 0
         while True:
             try:
-                runtime._cache.post(Lookup(RowId(-posted), (1, 2, 3)), spare=bounds.cache_spare)
+                runtime._cache.post(LookUp(RowId(-posted), (1, 2, 3)), spare=bounds.cache_spare)
             except trio.WouldBlock:
                 break
             posted += 1
         assert posted == bounds.lookups + 1, "the first one went to the actor at once"
         for i in range(bounds.cache_spare):
-            runtime._cache.post(EndLease(LeaseId(-i)))
+            runtime._cache.post(ReturnLease(LeaseId(-i)))
         with pytest.raises(trio.WouldBlock):
-            runtime._cache.post(EndLease(LeaseId(0)))
+            runtime._cache.post(ReturnLease(LeaseId(0)))
         await trio.sleep(1)
         nothing_left(runtime, device)
 

@@ -1,6 +1,7 @@
 """What the scheduler's core asks its actor to do, as values.
 
-The core never sends, waits or looks at a clock; each of its methods returns a tuple of these.
+The core never sends, waits or looks at a clock; each of its methods returns a tuple of these. What
+is meant for a client or for the prefix cache goes there as it is.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ RowEvent: TypeAlias = Started | TokenMade | RowEnded | RowBroken
 class LookUp:
     """Ask the prefix cache for the longest usable prefix of a row's prompt.
 
-    ``adapters``: revisions, in order, that a usable state was computed with.
+    ``adapters``: revisions, in order, that a usable state was computed with. ``session`` is who
+    asks, in the client's own words.
     """
 
     row: RowId
@@ -119,7 +121,10 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Offer a kept state of exactly ``ids``, computed with ``adapters``, to the prefix cache."""
+    """Offer a kept state of exactly ``ids``, computed with ``adapters``, to the prefix cache.
+
+    No answer; what is not kept is released.
+    """
 
     snapshot: SnapshotId
     ids: tuple[int, ...]
