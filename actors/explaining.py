@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import trio
 
 from mlx_troupe.runtime.adapter_table import AdapterTable
+from mlx_troupe.runtime.errors import RequestError
 from mlx_troupe.runtime.prefix.explain import AROUND, Explanation, Reason
-from mlx_troupe.runtime.requests import CacheNote, GenerationRequest
+from mlx_troupe.runtime.requests import CacheNote, ChatPrompt, GenerationRequest, Prompt
 from mlx_troupe.runtime.spill.index import Near
+from mlx_troupe.runtime.text.prompts import BuiltPrompt
+from mlx_troupe.runtime.text.renderings import Cause, Renderings, shows_otherwise, trials
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .desk import SpillDesk
@@ -21,6 +25,8 @@ from .mailbox import Mailbox
 from .messages import CacheMessage, Explain
 from .reply import Reply
 
+Build: TypeAlias = Callable[[Prompt], Awaitable[BuiltPrompt]]
+"""Makes ids of a prompt; raises RequestError for what is none."""
 PATIENCE = 0.5
 """Seconds to wait for the state of the answer before, which the cache may not have been told of."""
 
@@ -82,16 +88,32 @@ class Explainer:
         self._table = table
         self._disk = disk
         self._copied = copied
+        self._renderings = Renderings()
 
     async def explain(
-        self, request: GenerationRequest, ids: tuple[int, ...], tokenizer: Tokenizer
+        self,
+        request: GenerationRequest,
+        ids: tuple[int, ...],
+        tokenizer: Tokenizer,
+        build: Build,
     ) -> CacheNote | None:
         """What the cache has for ``ids`` now; None if nobody asked, or it cannot say.
 
+        ``build`` makes ids of a prompt as those of ``request`` were made.
         Raises RequestError for an adapter that is not mounted any more.
         """
-        if not request.explain:
-            return None
+        told = await self._explain(request, ids, tokenizer, build) if request.explain else None
+        if isinstance(request.prompt, ChatPrompt):
+            self._renderings.note(ids, request.prompt)
+        return told
+
+    async def _explain(
+        self,
+        request: GenerationRequest,
+        ids: tuple[int, ...],
+        tokenizer: Tokenizer,
+        build: Build,
+    ) -> CacheNote | None:
         with trio.move_on_after(PATIENCE):
             await self._copied()
         reply: Reply[tuple[Explanation, int] | None] = Reply()
@@ -108,7 +130,33 @@ class Explainer:
         kin = {(), *((info.revision,) for info in self._table.mounted.values())} - {revisions}
         near = self._disk.nearest(ids, (revisions, *sorted(kin)))
         known = with_disk(ids, known, usable, near, self._disk.fits)
+        if known.reason == "text" and isinstance(request.prompt, ChatPrompt):
+            cause = await self._cause(request.prompt, ids, known.shared_tokens, build)
+            known = replace(known, reason=cause or known.reason)
         before, after, theirs = map(tokenizer.decode, (known.before, known.after, known.theirs))
         return CacheNote(
             known.memory_tokens, usable, known.shared_tokens, known.reason, before, after, theirs
         )
+
+    async def _cause(
+        self,
+        prompt: ChatPrompt,
+        ids: tuple[int, ...],
+        shared: int,
+        build: Build,
+    ) -> Cause | None:
+        """Why a chat parts from a known one after ``shared`` ids, other than by what it says.
+
+        What may be the cause is tried: rendered as the other was, it would have gone on like it.
+        """
+        for other in tuple(self._renderings.parting_at(ids, shared)):
+            if shows_otherwise(prompt, shared, other):
+                return "template"
+            for cause, changed in trials(prompt, other):
+                try:
+                    built = await build(changed)
+                except RequestError:
+                    continue
+                if other.explains(built.ids, shared):
+                    return cause
+        return None

@@ -269,7 +269,10 @@ class RequestActor:
     async def _explain_cache(self, ids: tuple[int, ...]) -> None:
         if self._explainer is not None:
             tokenizer = self._tools.tokenizer
-            self._note = await self._explainer.explain(self._request, ids, tokenizer)
+            self._note = await self._explainer.explain(self._request, ids, tokenizer, self._build)
+
+    async def _build(self, prompt: Prompt) -> BuiltPrompt:
+        return await self._tools.build(prompt, self._model.context_window or UNKNOWN_WINDOW)
 
     async def _prepare(self) -> tuple[BuiltPrompt, TokenMatcher | None]:
         """The prompt's ids, and what follows the answer through the request's grammar.
@@ -277,8 +280,7 @@ class RequestActor:
         A grammar that cannot be compiled is asked for in words, where there is somebody to ask.
         """
         prompt, grammar = self._request.prompt, self._request.grammar
-        room = self._model.context_window or UNKNOWN_WINDOW
-        built = await self._tools.build(prompt, room)
+        built = await self._build(prompt)
         if grammar is None:
             return built, None
         markers = self._markers()
@@ -289,7 +291,7 @@ class RequestActor:
             self.warnings = (f"{grammar.param} is not enforced: {error}",)
         if isinstance(prompt, ChatPrompt):
             messages = with_instruction(prompt.messages, in_words(grammar))
-            built = await self._tools.build(replace(prompt, messages=messages), room)
+            built = await self._build(replace(prompt, messages=messages))
         return built, None
 
     def _markers(self) -> tuple[str, str] | None:

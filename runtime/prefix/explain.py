@@ -15,11 +15,22 @@ from typing import Literal, TypeAlias
 from .tree import pack_ids, shared_ids, unpack_ids
 
 Reason: TypeAlias = Literal[
-    "nothing_kept", "text", "adapters", "setup", "uncuttable", "threshold", "evicted", "too_large"
+    "nothing_kept",
+    "text",
+    "template",
+    "tools",
+    "tools_order",
+    "adapters",
+    "setup",
+    "uncuttable",
+    "threshold",
+    "evicted",
+    "too_large",
 ]
 """``nothing_kept``: no known prompt begins with the same token. ``text``: the nearest one goes on
-otherwise. ``adapters``: its state was computed with others. ``uncuttable``: its state is further
-and cannot be cut back. ``threshold``: its state is encoded, which a shorter one would not be.
+otherwise; ``template``, ``tools``, ``tools_order``: and this is why, where it is known
+(``text/renderings.py``). ``adapters``: its state was computed with others. ``uncuttable``: its
+state is further and cannot be cut back. ``threshold``: it is encoded, a shorter one would not be.
 ``evicted``: its state was given up for room. ``setup``: its state lies on the disk, made by another
 model, KV scheme or version. ``too_large``: it does, and memory could not keep it."""
 
