@@ -96,7 +96,7 @@ async def at_rest(runtime: Runtime) -> tuple[int, int]:
     await runtime.flush_cache(60)
     await runtime.clear_cache()
     await trio.sleep(AT_REST)
-    stats = runtime.view.stats
+    stats = runtime.cast.view.stats
     return stats.active_bytes + stats.cache_bytes, resident_bytes()
 
 
@@ -131,7 +131,11 @@ async def caps(settings: Settings, options: argparse.Namespace, ask: Ask) -> Non
             nursery.cancel_scope.cancel()
         peaks.look()
         told, cache = figures(runtime, "ssd_cache"), figures(runtime, "prompt_cache")
-        full = runtime.view.stats.active_bytes - before[0] - runtime.view.stats.snapshot_bytes
+        full = (
+            runtime.cast.view.stats.active_bytes
+            - before[0]
+            - runtime.cast.view.stats.snapshot_bytes
+        )
         after = await at_rest(runtime)
     print(f"{options.prompts} prompts and {AGAIN} of them again in {seconds:.0f} s")
     print(

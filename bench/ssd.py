@@ -172,7 +172,7 @@ async def decode(settings: Settings, options: argparse.Namespace) -> None:
         for seed in range(4):
             await ask(runtime, ids(min(options.tokens, 2000), seed))
         await runtime.flush_cache(60)
-        tier, desk = runtime.cache._tier, runtime._ssd
+        tier, desk = runtime.cast.cache._tier, runtime.cast.ssd
         assert tier is not None
         states = [kept.candidate for kept in tier._kept.values()]
         async with trio.open_nursery() as nursery:
@@ -232,7 +232,7 @@ async def rate(runtime: Runtime, desk: SpillDesk, states: list[Candidate]) -> fl
 
 def made_by(runtime: Runtime) -> int:
     """Tokens generated so far."""
-    return runtime.scheduler.core.stats().generated_tokens
+    return runtime.cast.scheduler.core.stats().generated_tokens
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def counted(start: int, tokens: int) -> str:
 
 def nothing_left(runtime: Runtime, device: ScriptedDevice) -> None:
     """Raise AssertionError if a settled runtime holds on to anything."""
-    core, cache = runtime.scheduler.core, runtime.cache.core
+    core, cache = runtime.cast.scheduler.core, runtime.cast.cache.core
     core.check_integrity()
     cache.check_integrity()
     assert not core.everyone(), "rows are left in the scheduler"
@@ -146,5 +146,5 @@ async def until(condition: Callable[[], object], pause: float = 0.001) -> None:
 
 
 def _is_busy(runtime: Runtime) -> bool:
-    core = runtime.scheduler.core
+    core = runtime.cast.scheduler.core
     return bool(core.everyone()) or core.in_flight > 0

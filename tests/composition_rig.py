@@ -227,7 +227,7 @@ class Company:
         async with self._holding:
             self.device.gate.clear()
             try:
-                await until(lambda: runtime.scheduler.core.in_flight >= self.ahead)
+                await until(lambda: runtime.cast.scheduler.core.in_flight >= self.ahead)
                 yield
                 # The prefix cache has answered, too.
                 await trio.testing.wait_all_tasks_blocked()
@@ -267,10 +267,10 @@ class Company:
         await until(has)
 
     def _check_nothing_is_left(self, runtime: Runtime) -> None:
-        runtime.scheduler.core.check_integrity()
-        runtime.cache.core.check_integrity()
-        assert not runtime.scheduler.core.everyone(), "rows are left in the scheduler"
-        assert runtime.cache.core.leases == 0, "a lease was not returned"
+        runtime.cast.scheduler.core.check_integrity()
+        runtime.cast.cache.core.check_integrity()
+        assert not runtime.cast.scheduler.core.everyone(), "rows are left in the scheduler"
+        assert runtime.cast.cache.core.leases == 0, "a lease was not returned"
         stats = self.device.stats()
         assert stats.rows == 0, "rows are left on the device"
-        assert stats.snapshots == len(runtime.cache.core.snapshots()), "a kept state leaked"
+        assert stats.snapshots == len(runtime.cast.cache.core.snapshots()), "a kept state leaked"

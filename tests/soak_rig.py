@@ -135,17 +135,17 @@ async def rest(runtime: Runtime) -> Remains:
     with trio.fail_after(60):
         await until(lambda: not _is_busy(runtime), 0.01)
         await runtime.clear_cache()
-        await until(lambda: not runtime.view.stats.snapshots, 0.01)
-        shown = runtime.view.stats
+        await until(lambda: not runtime.cast.view.stats.snapshots, 0.01)
+        shown = runtime.cast.view.stats
         # As the device does by itself after a few quiet seconds.
         runtime._worker.submit(Rest())
-        await until(lambda: runtime.view.stats is not shown, 0.01)
-    stats, core = runtime.view.stats, runtime.scheduler.core
+        await until(lambda: runtime.cast.view.stats is not shown, 0.01)
+    stats, core = runtime.cast.view.stats, runtime.cast.scheduler.core
     core.check_integrity()
     return Remains(
         rows=stats.rows,
         snapshots=stats.snapshots,
-        leases=runtime.cache.core.leases,
+        leases=runtime.cast.cache.core.leases,
         requests=len(core.everyone()),
         tasks=trio.lowlevel.current_statistics().tasks_living,
         active_bytes=mx.get_active_memory(),
@@ -155,9 +155,9 @@ async def rest(runtime: Runtime) -> Remains:
 
 def _is_busy(runtime: Runtime) -> bool:
     stats = runtime.stats()
-    scheduler, batch = runtime.scheduler.core, stats["batch"]
+    scheduler, batch = runtime.cast.scheduler.core, stats["batch"]
     assert isinstance(batch, dict)
-    rows = batch["active_rows"] + batch["pending_rows"] + runtime.view.stats.rows
+    rows = batch["active_rows"] + batch["pending_rows"] + runtime.cast.view.stats.rows
     return bool(rows or scheduler.in_flight or stats["requests"] != {"active": 0})
 
 

@@ -272,7 +272,7 @@ async def test_a_swap_between_queue_and_start_gives_weights_and_state_of_one_rev
         await served(runtime, *PROMPT, adapters=("sql",))
         await settle(runtime)
         info = await runtime.mount_adapter("other", second)
-        core, table = runtime.scheduler.core, runtime._adapters.table
+        core, table = runtime.cast.scheduler.core, runtime.cast.adapters.table
         real = core.found
 
         def swap_then(*args: Any) -> Any:
@@ -352,7 +352,7 @@ async def test_a_crash_of_the_actor_answers_its_clients_and_forgets_nothing(
         crowd = Clients(runtime, nursery, adapters=("keep",))
         crowd.start(4)
         await trio.sleep(0.5)
-        crashed = crash_once(runtime._adapters.table, method, after=after)
+        crashed = crash_once(runtime.cast.adapters.table, method, after=after)
         answers: list[object] = []
 
         async def tell(call: Any, *args: Any) -> None:
@@ -366,7 +366,7 @@ async def test_a_crash_of_the_actor_answers_its_clients_and_forgets_nothing(
         nursery.start_soon(tell, runtime.unmount_adapter, "new")
         await until(lambda: len(answers) == 2)
         await until(crashed)
-        await until(lambda: runtime.supervisor.crashes["adapters"] == 1)
+        await until(lambda: runtime.cast.supervisor.crashes["adapters"] == 1)
         await trio.sleep(1)
         assert any(isinstance(answer, Unavailable) for answer in answers) or method == "freed"
         named = {info.revision for info in runtime.adapters}

@@ -156,7 +156,7 @@ async def note(runtime: Runtime, request: GenerationRequest) -> tuple[CacheNote 
     """What the usage says."""
     _, end = await run(runtime, request)
     assert isinstance(end, Finished)
-    await runtime.scheduler.copied()
+    await runtime.cast.scheduler.copied()
     return end.usage.cache, end.usage.cached_tokens
 
 
@@ -268,7 +268,7 @@ async def test_a_state_that_memory_gave_up_and_the_disk_has_is_no_loss(
         assert (await runtime.flush_cache(60)).durable
         await note(runtime, ask(*range(500, 540)))
         seen, cached = await note(runtime, ask(*KEPT, explain=True))
-        assert runtime.cache.core.stats().evictions
+        assert runtime.cast.cache.core.stats().evictions
         assert (cached, seen) == (39, CacheNote(0, 39, 39, None))
     async with company(prompt_cache_bytes=80) as (runtime, _):
         await note(runtime, ask(*KEPT))

@@ -27,7 +27,7 @@ async def test_the_index_and_the_device_agree_at_rest(
     async with company(prompt_cache_bytes=300) as (runtime, device):
         for number in range(100):
             await run(runtime, ask(*range(number, number + 50)))
-        await runtime.scheduler.copied()
+        await runtime.cast.scheduler.copied()
         await trio.sleep(10)
         told = books(runtime)
         held = sum(map(len, device.snapshots.values()))

@@ -80,7 +80,7 @@ async def test_a_full_cache_under_load_stalls_nobody(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client, 0)
             nursery.start_soon(client, 1)
-        assert runtime.cache.core.stats().evictions > 100
+        assert runtime.cast.cache.core.stats().evictions > 100
         each = (trio.current_time() - began) / 250
         with trio.fail_after(10 * each):
             await run(runtime, ask(5, 6, 7, max_tokens=4))
@@ -152,7 +152,7 @@ async def test_a_state_that_there_is_no_memory_for_costs_no_answer(
     async with open_runtime(Settings(folder, "tiny"), tokenizer=WordTokenizer()) as runtime:
         whole, end = await run(runtime, question(0))
         assert isinstance(end, Finished)
-        await runtime.scheduler.copied()
+        await runtime.cast.scheduler.copied()
         await runtime.clear_cache()
 
         def refuse(caches: list[Any]) -> list[Any]:
@@ -165,9 +165,9 @@ async def test_a_state_that_there_is_no_memory_for_costs_no_answer(
                 assert text == whole
                 assert isinstance(end, Finished)
                 assert end.usage.cached_tokens == 0
-                await runtime.scheduler.copied()
+                await runtime.cast.scheduler.copied()
         assert (await run(runtime, question(0)))[0] == whole
-        assert runtime.supervisor.crashes.get("gpu", 0) == 0
+        assert runtime.cast.supervisor.crashes.get("gpu", 0) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -141,11 +141,11 @@ async def test_one_state_of_a_running_row_is_kept(
         reader = Reader(100, 60)
         async with runtime.generate(ask(*reader.prompt, max_tokens=60)) as generation:
             async for _ in generation:
-                entries.add(runtime.cache.core.stats().entries)
+                entries.add(runtime.cast.cache.core.stats().entries)
         await settle(runtime)
         assert 1 in entries
         assert entries <= {0, 1}
-        assert runtime.cache.core.stats().entries == 1
+        assert runtime.cast.cache.core.stats().entries == 1
         await runtime.flush_cache(100)
         assert len(disk.states) > 60 // EVERY
         nothing_left(runtime, device)

@@ -217,7 +217,7 @@ async def test_a_disconnect_ends_the_row_before_the_next_step(
         for i in range(others):
             nursery.start_soon(run, runtime, ask(500 + i, max_tokens=300))
         await trio.sleep(0.1)
-        core = runtime.scheduler.core
+        core = runtime.cast.scheduler.core
         scope = trio.CancelScope()
         phases: set[str] = set()
 
@@ -230,7 +230,7 @@ async def test_a_disconnect_ends_the_row_before_the_next_step(
             return phase in phases
 
         if phase == "LOOKING":
-            runtime.cache._look_up = lambda message: None  # type: ignore[method-assign]
+            runtime.cast.cache._look_up = lambda message: None  # type: ignore[method-assign]
         nursery.start_soon(client)
         await until(reached)
         row = max(core._rows)
@@ -261,12 +261,12 @@ async def test_a_retry_after_a_disconnect_goes_on_where_it_was(autojump_clock: o
         with trio.move_on_after(6.0):
             await run(runtime, ask(*prompt))
         await trio.sleep(1)
-        prefilled = runtime.scheduler.core.stats().prefilled_tokens
+        prefilled = runtime.cast.scheduler.core.stats().prefilled_tokens
         assert prefilled > 100
         text, end = await run(runtime, ask(*prompt))
         assert isinstance(end, Finished)
         assert end.usage.cached_tokens == prefilled
-        assert runtime.scheduler.core.stats().prefilled_tokens == 898
+        assert runtime.cast.scheduler.core.stats().prefilled_tokens == 898
         assert text == counted(899, 5)
         nursery.cancel_scope.cancel()
 
@@ -288,7 +288,7 @@ async def test_a_stop_string_leaves_a_state_and_counts_as_finished(autojump_cloc
     async with company() as (runtime, device):
         text, end = await run(runtime, ask(*range(1, 41), max_tokens=50, stop=(" 45",)))
         await settle(runtime)
-        stats = runtime.scheduler.core.stats()
+        stats = runtime.cast.scheduler.core.stats()
         nothing_left(runtime, device)
         assert len(device.snapshots) == 1
     assert text == counted(40, 4)
@@ -362,7 +362,7 @@ async def test_a_bad_request_is_refused_before_anything_starts(
             await run(runtime, request_)
         await settle(runtime)
         assert device.plans == []
-        assert runtime.scheduler.core.stats().submitted == 0
+        assert runtime.cast.scheduler.core.stats().submitted == 0
         nothing_left(runtime, device)
 
 

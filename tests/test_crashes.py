@@ -142,7 +142,7 @@ async def works_again(runtime: Runtime, device: ScriptedDevice) -> None:
     await settle(runtime)
     assert runtime.health().status == "ok", runtime.health()
     nothing_left(runtime, device)
-    assert runtime._gate.taken == 0
+    assert runtime.cast.gate.taken == 0
 
 
 # ---- the scheduler ------------------------------------------------------------------------
@@ -155,7 +155,7 @@ async def test_a_scheduler_crash_fails_everyone_in_hand_and_nobody_later(
 ) -> None:
     """Whatever it was doing, all its clients hear of it within a second."""
     async with busy_company() as (runtime, device, crowd):
-        crashed = crash_once(runtime.scheduler.core, method, after=after)
+        crashed = crash_once(runtime.cast.scheduler.core, method, after=after)
         if method == "submit":
             crowd.start(1)
         if method in ("cancel", "found"):
@@ -173,7 +173,7 @@ async def test_a_scheduler_crash_fails_everyone_in_hand_and_nobody_later(
             assert len(crowd.errors()) == crowd.started
         assert all("scheduler failed" in message for message in crowd.errors())
         await works_again(runtime, device)
-        assert runtime.supervisor.crashes["scheduler"] == 1
+        assert runtime.cast.supervisor.crashes["scheduler"] == 1
 
 
 @pytest.mark.parametrize("method", ["_pump", "_perform", "_send", "_store"])
@@ -182,8 +182,8 @@ async def test_a_crash_halfway_through_the_effects_leaks_nothing(
 ) -> None:
     """States that were made and not yet passed on are released."""
     async with busy_company(clients=4) as (runtime, device, crowd):
-        await until(lambda: crowd.runtime.scheduler.core.stats().generated_tokens > 780)
-        crashed = crash_once(runtime.scheduler, method)
+        await until(lambda: crowd.runtime.cast.scheduler.core.stats().generated_tokens > 780)
+        crashed = crash_once(runtime.cast.scheduler, method)
         await until(crashed)
         await until(lambda: crowd.all_ended)
         await works_again(runtime, device)
@@ -195,7 +195,7 @@ async def test_states_made_while_the_scheduler_is_down_are_released(
     """Results that nobody can place any more leave nothing on the device."""
     device = ScriptedDevice(decode_seconds=0.03)
     async with busy_company(device, clients=4) as (runtime, device, crowd):
-        core = runtime.scheduler.core
+        core = runtime.cast.scheduler.core
         await until(lambda: any(planned.keeps for planned in core._steps))
         crash_once(core, "settled")
         await until(lambda: crowd.all_ended)
@@ -207,7 +207,7 @@ async def test_requests_sent_while_the_scheduler_is_down_are_served(
 ) -> None:
     """They wait in its mailbox for the next incarnation."""
     async with busy_company(clients=3) as (runtime, device, crowd):
-        crashed = crash_once(runtime.scheduler.core, "settled")
+        crashed = crash_once(runtime.cast.scheduler.core, "settled")
         await until(lambda: crashed() and "restarting" in states(runtime))
         text, _ = await run(runtime, ask(7, max_tokens=3))
         assert text == counted(7, 3)
@@ -224,7 +224,7 @@ async def test_too_many_scheduler_crashes_end_the_company(autojump_clock: object
                 crowd = Clients(runtime, nursery)
                 crowd.start(5)
                 await trio.sleep(0.5)
-                crashed = crash_once(runtime.scheduler.core, "settled")
+                crashed = crash_once(runtime.cast.scheduler.core, "settled")
                 await until(crashed)
                 await until(lambda crowd=crowd: crowd.all_ended)
                 messages += crowd.errors()
@@ -250,7 +250,7 @@ async def test_a_cache_crash_harms_no_request(
         prompt = range(100, 200)
         await run(runtime, ask(*prompt, max_tokens=1))
         await trio.sleep(0.1)
-        crashed = crash_once(runtime.cache.core, method, after=after)
+        crashed = crash_once(runtime.cast.cache.core, method, after=after)
         if method == "clear":
             with pytest.raises(TroupeError):
                 await runtime.clear_cache()
@@ -262,7 +262,7 @@ async def test_a_cache_crash_harms_no_request(
         await until(lambda: crowd.all_ended)
         assert crowd.errors() == []
         await works_again(runtime, device)
-        assert runtime.supervisor.crashes["kvcache"] == 1
+        assert runtime.cast.supervisor.crashes["kvcache"] == 1
 
 
 async def test_rows_that_borrow_from_a_crashed_cache_go_on(autojump_clock: object) -> None:
@@ -272,7 +272,7 @@ async def test_rows_that_borrow_from_a_crashed_cache_go_on(autojump_clock: objec
         crowd = Clients(runtime, nursery)
         crowd.start(3)
         await trio.sleep(0.2)
-        crash_once(runtime.cache, "_look_up", after=True)
+        crash_once(runtime.cast.cache, "_look_up", after=True)
         text, _ = await run(runtime, ask(*range(1, 101), max_tokens=3))
         assert text == counted(100, 3)
         await until(lambda: crowd.all_ended)
@@ -410,11 +410,11 @@ async def test_a_load_that_hangs_is_seen_although_a_scheduler_starts(
             device.fail_on, device.fail_next = "launch", Injected("x")
             await until(lambda: runtime.model is None)
             await trio.sleep(1)
-            crash_once(runtime.scheduler.core, "cancel")
-            assert runtime._gate.try_enter()
-            runtime._scheduler.post(Cancel(RowId(12_345)))
+            crash_once(runtime.cast.scheduler.core, "cancel")
+            assert runtime.cast.gate.try_enter()
+            runtime.cast.to_scheduler.post(Cancel(RowId(12_345)))
             at = trio.current_time()
-            await until(lambda: runtime.supervisor.crashes["scheduler"] == 1)
+            await until(lambda: runtime.cast.supervisor.crashes["scheduler"] == 1)
             with pytest.raises(Unavailable, match="no result in time"):
                 await runtime.wait_ready()
             assert trio.current_time() - at < 601
@@ -445,7 +445,7 @@ async def test_a_request_that_crashes_fails_alone(
         await until(lambda: crowd.all_ended)
         monkeypatch.undo()
         await works_again(runtime, device)
-        assert runtime.supervisor.crashes == dict.fromkeys(runtime.supervisor.states, 0)
+        assert runtime.cast.supervisor.crashes == dict.fromkeys(runtime.cast.supervisor.states, 0)
 
 
 # ---- an actor alone -----------------------------------------------------------------------

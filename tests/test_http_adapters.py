@@ -256,7 +256,7 @@ async def test_a_row_that_waits_for_an_unmounted_adapter_is_a_400(tmp_path: Path
                 nursery.start_soon(lambda i=start: s.complete(prompt=[5 + i], max_tokens=30))
             await until(lambda: len(s.device.rows) == 4)
             nursery.start_soon(wait)
-            await until(lambda: s.runtime.scheduler.core.stats().waiting_rows)
+            await until(lambda: s.runtime.cast.scheduler.core.stats().waiting_rows)
             await s.send("DELETE", f"{ADAPTERS}/sql")
         assert (late[0].status, late[0].body["error"]["param"]) == (400, "adapter")
 

@@ -61,9 +61,9 @@ async def test_a_disconnect_racing_a_token_ten_thousand_times(autojump_clock: ob
                 nursery.start_soon(client)
         await settle(runtime)
         nothing_left(runtime, device)
-        assert runtime._gate.taken == 0
-        assert set(runtime.supervisor.crashes.values()) == {0}
-        stats = runtime.scheduler.core.stats()
+        assert runtime.cast.gate.taken == 0
+        assert set(runtime.cast.supervisor.crashes.values()) == {0}
+        stats = runtime.cast.scheduler.core.stats()
         assert stats.refused == 0
         assert stats.finished + stats.cancelled == stats.submitted
         assert 2_000 < cut < 9_500, "the moments do not race"
@@ -97,10 +97,10 @@ async def test_a_storm_of_clients_that_go_at_once_loses_no_cancel(
                 scope.cancel()
         await settle(runtime)
         nothing_left(runtime, device)
-        assert runtime._gate.taken == 0
-        assert set(runtime.supervisor.crashes.values()) == {0}
+        assert runtime.cast.gate.taken == 0
+        assert set(runtime.cast.supervisor.crashes.values()) == {0}
         if wakes > 1:
-            assert refused >= clients - runtime._gate.places
+            assert refused >= clients - runtime.cast.gate.places
         assert (await run(runtime, ask(5)))[0] == counted(5, 5)
 
 
@@ -109,7 +109,7 @@ async def test_a_storm_while_the_scheduler_is_down_loses_no_cancel(
 ) -> None:
     """Nobody empties the mailbox while clients come and go: places run out, room does not."""
     async with company() as (runtime, device):
-        core = runtime.scheduler.core
+        core = runtime.cast.scheduler.core
 
         def crash(done: object) -> None:
             raise RuntimeError("injected")
@@ -117,9 +117,9 @@ async def test_a_storm_while_the_scheduler_is_down_loses_no_cancel(
         core.settled = crash  # type: ignore[method-assign, assignment]
         _, end = await run(runtime, ask(1))
         assert isinstance(end, Failed)
-        assert runtime.supervisor.states["scheduler"] == "restarting"
+        assert runtime.cast.supervisor.states["scheduler"] == "restarting"
         refused = 0
-        while runtime.supervisor.states["scheduler"] == "restarting":
+        while runtime.cast.supervisor.states["scheduler"] == "restarting":
             with trio.move_on_after(0.001):
                 for _ in range(200):
                     with trio.CancelScope() as scope:
@@ -129,12 +129,12 @@ async def test_a_storm_while_the_scheduler_is_down_loses_no_cancel(
                         except Overloaded:
                             refused += 1
                 await trio.sleep_forever()
-            assert runtime._scheduler.depth <= runtime._bounds.scheduler
+            assert runtime.cast.to_scheduler.depth <= runtime.cast.bounds.scheduler
         assert refused > 1_000
         await settle(runtime)
         nothing_left(runtime, device)
-        assert runtime._gate.taken == 0
-        assert runtime.supervisor.crashes["scheduler"] == 1
+        assert runtime.cast.gate.taken == 0
+        assert runtime.cast.supervisor.crashes["scheduler"] == 1
         assert (await run(runtime, ask(5)))[0] == counted(5, 5)
 
 
@@ -144,19 +144,21 @@ async def test_a_slow_cache_makes_misses_and_keeps_room_for_leases(
     """While the cache sleeps, lookups beyond its room count as misses and rows go on."""
     async with company(batch=4) as (runtime, device):
         await trio.sleep(0.1)
-        bounds = runtime._bounds
+        bounds = runtime.cast.bounds
         posted = 0
         while True:
             try:
-                runtime._cache.post(LookUp(RowId(-posted), (1, 2, 3)), spare=bounds.cache_spare)
+                runtime.cast.to_cache.post(
+                    LookUp(RowId(-posted), (1, 2, 3)), spare=bounds.cache_spare
+                )
             except trio.WouldBlock:
                 break
             posted += 1
         assert posted == bounds.lookups + 1, "the first one went to the actor at once"
         for i in range(bounds.cache_spare):
-            runtime._cache.post(ReturnLease(LeaseId(-i)))
+            runtime.cast.to_cache.post(ReturnLease(LeaseId(-i)))
         with pytest.raises(trio.WouldBlock):
-            runtime._cache.post(ReturnLease(LeaseId(0)))
+            runtime.cast.to_cache.post(ReturnLease(LeaseId(0)))
         await trio.sleep(1)
         nothing_left(runtime, device)
 
@@ -203,10 +205,10 @@ async def test_every_actor_of_a_request_ends_with_it(autojump_clock: object) -> 
 async def test_a_cancel_of_an_unknown_row_is_ignored(autojump_clock: object) -> None:
     """A row that was never submitted, or is gone, can be cancelled by its owner all the same."""
     async with company() as (runtime, _):
-        assert runtime._gate.try_enter()
-        runtime._scheduler.post(Cancel(RowId(12_345)))
+        assert runtime.cast.gate.try_enter()
+        runtime.cast.to_scheduler.post(Cancel(RowId(12_345)))
         await trio.sleep(0.1)
-        assert runtime._gate.taken == 0
+        assert runtime.cast.gate.taken == 0
         assert (await run(runtime, ask(5)))[0] == counted(5, 5)
 
 

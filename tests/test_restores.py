@@ -230,7 +230,7 @@ async def test_an_actor_that_crashes_between_two_slices_gives_back_what_arrived(
     async with company(device, disk=disk) as (runtime, _):
         monkeypatch.setattr(restores, "_fitting", crash)
         assert await cached(runtime) == 0
-        assert runtime.supervisor.crashes["spill"] == 1
+        assert runtime.cast.supervisor.crashes["spill"] == 1
         monkeypatch.setattr(restores, "_fitting", fitting)
         await settle(runtime)
         nothing_left(runtime, device)

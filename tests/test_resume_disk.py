@@ -215,7 +215,7 @@ async def test_an_answer_outlives_its_runtime(family: str, tmp_path: Path) -> No
             assert again.texts == expected.texts
             assert again.usage.completion_tokens == expected.usage.completion_tokens
             assert again.usage.cached_tokens == 40
-            stats = runtime.scheduler.core.stats()
+            stats = runtime.cast.scheduler.core.stats()
             assert stats.generated_tokens <= expected.usage.completion_tokens - 12
         assert not list((tmp_path / "cache" / "answers").iterdir())
 
@@ -262,7 +262,7 @@ async def test_what_the_newest_state_lacks_is_computed_again(
             path.unlink()
     async with open_runtime(settings, tokenizer=ByteTokenizer()) as runtime:
         again = await whole(runtime, ask)
-        stats = runtime.scheduler.core.stats()
+        stats = runtime.cast.scheduler.core.stats()
     # Of encoded keys a prefill sees more than single steps did: what was said stands all the same.
     same = slice(SAID if grammar is None else None)
     ids, others = ([s.chosen.id for s in answer.scores] for answer in (again, expected))

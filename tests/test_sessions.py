@@ -130,7 +130,7 @@ async def test_a_closed_session_leaves_first_and_no_answer_changes(
             assert await runtime.close_session("b")
             assert not await runtime.close_session("b")
         await run(runtime, chat(5))
-        await runtime.scheduler.copied()
+        await runtime.cast.scheduler.copied()
         first, second = await cached(runtime, chat(1)), await cached(runtime, chat(2))
         assert (first[1] > 0) is close
         assert second[1] == (0 if close else 39)
@@ -155,7 +155,7 @@ async def test_closing_waits_for_no_flush_and_removes_nothing(
     disk = ScriptedDisk(save_seconds=500.0)
     async with company(disk=disk) as (runtime, _):
         await run(runtime, chat(1, "a"))
-        await runtime.scheduler.copied()
+        await runtime.cast.scheduler.copied()
         runtime.checkpoints.keep(Record("ab", 1, (1, 2)))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(runtime.flush_cache, 1000.0)

@@ -253,7 +253,7 @@ async def test_a_crash_of_the_actor_loses_saves_that_wait_and_nothing_else(
                 await cached(runtime, *range(start, start + 50))
             disk.crash = RuntimeError("a bug")
             await trio.sleep(5)
-        assert runtime.supervisor.crashes["spill"] == 1
+        assert runtime.cast.supervisor.crashes["spill"] == 1
         assert disk.crash is None
         await cached(runtime, *range(800, 900))
         assert (await runtime.flush_cache(60)).missing == 0
@@ -279,11 +279,11 @@ async def test_the_prefix_cache_may_crash_while_rows_wait_for_the_disk(autojump_
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cached, runtime, *LONG)
             await until(lambda: "load 304" in disk.log)
-            runtime.cache._take = None  # type: ignore[assignment]
+            runtime.cast.cache._take = None  # type: ignore[assignment]
             nursery.start_soon(cached, runtime, 900, 901, 902)
         await settle(runtime)
         await trio.sleep(20)
-        assert runtime.supervisor.crashes["kvcache"] == 1
+        assert runtime.cast.supervisor.crashes["kvcache"] == 1
         nothing_left(runtime, device)
 
 
@@ -313,9 +313,9 @@ async def test_idle_states_that_are_on_the_disk_leave_memory(autojump_clock) -> 
         device.idle = lambda: rested.append(trio.current_time())  # type: ignore[method-assign]
         await cached(runtime, *LONG)
         await trio.sleep(200)
-        assert len(runtime.cache.core) == 1
+        assert len(runtime.cast.cache.core) == 1
         await trio.sleep(200)
-        assert len(runtime.cache.core) == 0
+        assert len(runtime.cast.cache.core) == 0
         assert not device.snapshots
         assert figures(runtime)["demotions"] == 1
         assert rested[-1] > 300, "their memory went back to the system"
@@ -330,10 +330,10 @@ async def test_idle_states_stay_where_the_disk_does_not_take_them(autojump_clock
         disk.fault = faults.DiskFull("no space left")
         await cached(runtime, *LONG)
         await trio.sleep(1000)
-        assert len(runtime.cache.core) == 1
+        assert len(runtime.cast.cache.core) == 1
         disk.fault = None
         await trio.sleep(1000)
-        assert len(runtime.cache.core) == 0
+        assert len(runtime.cast.cache.core) == 0
 
 
 async def test_memory_that_is_full_waits_for_no_write(autojump_clock) -> None:
@@ -342,7 +342,7 @@ async def test_memory_that_is_full_waits_for_no_write(autojump_clock) -> None:
     async with company(disk=disk, prompt_cache_bytes=800) as (runtime, device):
         for start in range(1, 900, 50):
             await cached(runtime, *range(start, start + 80))
-            assert runtime.cache.core.bytes <= 800
+            assert runtime.cast.cache.core.bytes <= 800
             assert sum(map(len, device.snapshots.values())) <= 800 + 100 + 84
         await trio.sleep(200)
         assert figures(runtime)["dropped_spills"] > 0
@@ -458,7 +458,7 @@ async def test_without_a_disk_nothing_is_told_of_one(autojump_clock) -> None:
     """No block of figures, no actor, and a flush is refused."""
     async with company() as (runtime, _):
         assert "ssd_cache" not in runtime.stats()
-        assert "spill" not in runtime.supervisor.states
+        assert "spill" not in runtime.cast.supervisor.states
         with pytest.raises(Exception, match="no SSD cache"):
             await runtime.flush_cache(1)
         assert await runtime.drain_to_disk(1) is None

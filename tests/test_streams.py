@@ -173,7 +173,7 @@ async def test_cut_at_every_event(path: str, grace: float) -> None:
         expected.pop("id")
         for cut in range(1, len(straight.events) + 1):
             seen = Seen()
-            ended = runtime.scheduler.core.stats().finished
+            ended = runtime.cast.scheduler.core.stats().finished
             await read(client, path, seen, cut, request_id=f"cut-{cut}")
             if not grace:
                 # The record is there when the server has noticed that the client left.
@@ -182,7 +182,7 @@ async def test_cut_at_every_event(path: str, grace: float) -> None:
             if reply.status_code == 404:
                 # Over before the client left, so that there is no record: only without grace.
                 assert not grace
-                assert runtime.scheduler.core.stats().finished > ended
+                assert runtime.cast.scheduler.core.stats().finished > ended
                 break
             assert reply.headers["X-Stream-Resumed"] == "true"
             again = seen.put_together()
@@ -225,7 +225,7 @@ async def test_cut_before_the_first_token(grace: float, monkeypatch: pytest.Monk
         assert seen.put_together()["roles"] == 1
         # The server knows of the cut, and no token has come.
         await until(lambda: runtime._streams.left if grace else not len(runtime._streams))
-        assert runtime.scheduler.core.stats().generated_tokens == len(SAYS)
+        assert runtime.cast.scheduler.core.stats().generated_tokens == len(SAYS)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(read, client, path, seen, 0, request_id="cut"))
             await until(lambda: len(runtime._streams) > runtime._streams.left)
