@@ -18,7 +18,7 @@ from mlx_troupe.runtime.text.scores import newline_ids
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 from .grammars import GrammarTools
-from .request import TextTools
+from .text_tools import TextTools
 
 
 class TokenizerSource:

@@ -32,9 +32,10 @@ from .grammars import GrammarTools
 from .loading import TokenizerSource, load_text, mlx_device, text_tools
 from .messages import Clear, CloseSession
 from .reply import Bell, Reply
-from .request import RequestActor, TextTools
+from .request import RequestActor
 from .spill_messages import Flush, FlushReport
 from .streams import Streams
+from .text_tools import TextTools
 from .worker import ThreadWorker, Worker
 
 STOP_SECONDS = 10.0

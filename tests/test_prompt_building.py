@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from mlx_troupe.actors.grammars import GrammarTools
-from mlx_troupe.actors.request import LONG_PROMPT, TextTools
+from mlx_troupe.actors.text_tools import LONG_PROMPT, TextTools
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.requests import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from mlx_troupe.runtime.settings import Settings

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_troupe.actors import request
+from mlx_troupe.actors import text_tools
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo, RowId, StepPlan
 from mlx_troupe.runtime.scheduling.core import PIPELINE
@@ -311,7 +311,7 @@ async def test_first_tokens_in_virtual_time(
     import trio
 
     # Ids checked on a real thread would take any amount of virtual time.
-    monkeypatch.setattr(request, "LONG_PROMPT", 1 << 30)
+    monkeypatch.setattr(text_tools, "LONG_PROMPT", 1 << 30)
     device = ScriptedDevice(replace(LONG, name="scripted", namespace="s"), decode_seconds=0.05)
     device.prefill_token_seconds = 0.003
     async with company(device) as (runtime, _), trio.open_nursery() as nursery:
