@@ -11,7 +11,7 @@ import trio
 from company import ask, company, counted, nothing_left, run, settle, until
 
 from mlx_troupe.actors.gate import Gate
-from mlx_troupe.actors.gpu import DeviceBroken, DeviceHung, GpuView, ModelRefused
+from mlx_troupe.actors.gpu import DeviceBroken, GpuView, ModelRefused
 from mlx_troupe.actors.kvcache import KVCacheActor
 from mlx_troupe.actors.mailbox import Mailbox
 from mlx_troupe.actors.messages import (
@@ -30,6 +30,7 @@ from mlx_troupe.actors.reply import Reply
 from mlx_troupe.actors.scheduler import SchedulerActor
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import Call, ScriptedDevice
+from mlx_troupe.actors.watchdog import DeviceHung
 from mlx_troupe.runtime.device import RowId, SnapshotId, SnapshotMade, StepDone, StepId
 from mlx_troupe.runtime.errors import ModelError, TroupeError, Unavailable
 from mlx_troupe.runtime.prefix.entries import LeaseId
