@@ -90,8 +90,11 @@ def why_no_cache(settings: Settings) -> str:
 
 
 def prefill_bytes(model: ModelInfo) -> int:
-    """Memory that the largest prefill step takes beside weights and state, roughly."""
-    return model.prefill_bytes_per_token * PREFILL_TOKENS
+    """Memory that the largest prefill step takes beside weights and state, roughly.
+
+    Quantized weights that it expands are part of it; a step of many rows takes as much for those.
+    """
+    return model.prefill_bytes_per_token * PREFILL_TOKENS + model.expanded_bytes
 
 
 def state_bytes(model: ModelInfo, tokens: int, *, alone: bool) -> int:

@@ -72,6 +72,7 @@ class ModelInfo:
         weights_bytes: of the weights as they were loaded.
         prefill_bytes_per_token: what prefill takes beside weights and state for each token of a
             step, roughly.
+        expanded_bytes: what a step of many rows takes for weights that it expands, as measured.
         namespace: digest of all that must be equal for two states to be interchangeable.
         device: short name of the device and MLX build, for people.
     """
@@ -93,6 +94,7 @@ class ModelInfo:
     memory_bytes: int = 0
     weights_bytes: int = 0
     prefill_bytes_per_token: int = 0
+    expanded_bytes: int = 0
     namespace: str = ""
     device: str = ""
 

@@ -280,6 +280,16 @@ def test_a_memory_budget_is_shared_by_all_that_the_model_takes() -> None:
     limited = Settings(Path("/nowhere"), "m", memory_budget_bytes=4_000_000)
     assert cache_bytes(limited) == 1_000_000
     assert budgets(limited, model).kv_bytes == 2_000_000
+    # Weights that a step of many rows expands are memory that no row can have.
+    expanding = replace(model, expanded_bytes=700_000)
+    assert budgets(limited, expanding).kv_bytes == 1_300_000
+    check_memory_budget(model, 1_500_000)
+    with pytest.raises(ModelError):
+        check_memory_budget(expanding, 1_500_000)
+    window = [
+        max_safe_context(replace(m, context_window=None), 4_000_000) for m in (model, expanding)
+    ]
+    assert window == [200_000 // 256 * 256, 130_000 // 256 * 256]
     both = replace(limited, kv_budget_bytes=500_000)
     assert (budgets(both, model).kv_bytes, budgets(both, model).cause) == (500_000, "--kv-budget")
     assert "--memory-budget 0.004 GB, --kv-budget 0.0005 GB" in in_words(both, model)

@@ -1,8 +1,8 @@
 """Quantized weights that are expanded for a step of many rows, on CUDA.
 
 MLX's quantized product there costs almost as much again for every row, where expanding a weight and
-multiplying it on the tensor cores costs the same for all. From how many rows on is measured at
-load. Runs on the device thread; owns that figure.
+multiplying it on the tensor cores costs the same for all. From how many rows on, and what memory
+that takes, is measured at load. Runs on the device thread; owns those figures.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,17 @@ import mlx.nn as nn
 
 _ROWS = (4, 8, 16, 32, 64)
 _REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Expanding:
+    """What came of it. ``many``: from so many rows on weights are expanded; infinity = never.
+
+    ``nbytes``: what a step's expanded weights take at once, at the most.
+    """
+
+    many: float = math.inf
+    nbytes: int = 0
 
 
 class ExpandingLinear(nn.QuantizedLinear):
@@ -63,20 +75,18 @@ def expanded(module: Any) -> mx.array:
     )
 
 
-def expand_for_many(modules: Iterable[nn.Module]) -> float:
-    """Make the quantized ones of these modules expanding ones where that is faster.
-
-    Returns from how many rows on; infinity = never, and nothing was changed.
-    """
+def expand_for_many(modules: Iterable[nn.Module]) -> Expanding:
+    """Make the quantized ones of these modules expanding ones where that is faster."""
     found: list[Any] = [module for module in modules if type(module) in _EXPANDING]
     linear = [module for module in found if type(module) is nn.QuantizedLinear]
     if not linear or not mx.cuda.is_available() or mx.default_device() != mx.gpu:
-        return math.inf
+        return Expanding()
     many = faster_from(max(linear, key=_size))
-    if many < math.inf:
-        for module in found:
-            module.__class__, module.many = _EXPANDING[type(module)], many
-    return many
+    if many == math.inf:
+        return Expanding()
+    for module in found:
+        module.__class__, module.many = _EXPANDING[type(module)], many
+    return Expanding(many, _taken(found, int(many)))
 
 
 def _size(module: Any) -> int:
@@ -85,15 +95,34 @@ def _size(module: Any) -> int:
 
 def faster_from(module: Any) -> float:
     """The least number of rows from which expanding wins each time."""
-    inner = module.weight.shape[1] * 32 // module.bits
     best = math.inf
     for rows in reversed(_ROWS):
-        x = mx.ones((rows, 1, inner), module.scales.dtype)
-        mx.eval(x)
+        x = _input(module, rows)
         if _seconds(partial(_multiplied, module, x)) >= _seconds(partial(module, x)):
             break
         best = rows
     return best
+
+
+def _taken(modules: list[Any], rows: int) -> int:
+    """Bytes that one step's expanded weights take at once: as many as MLX lets lie about."""
+    inputs = [_input(module, rows) for module in modules]
+    mx.eval([module.parameters() for module in modules])
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    # Each product waits for the one before and is used up, as in a step.
+    total = mx.zeros(())
+    for module, x in zip(modules, inputs, strict=True):
+        total = _multiplied(module, x + total.astype(x.dtype)).sum()
+    mx.eval(total)
+    return max(0, int(mx.get_peak_memory()) - int(before))
+
+
+def _input(module: Any, rows: int) -> mx.array:
+    inner = module.weight.shape[1] * 32 // module.bits
+    x = mx.ones((rows, 1, inner), module.scales.dtype)
+    mx.eval(x)
+    return x
 
 
 def _multiplied(module: Any, x: mx.array) -> mx.array:

@@ -24,7 +24,7 @@ from ..settings import Dtype
 from .adapters import Adapters
 from .batch import why_not_batchable
 from .encodable import plan_for
-from .expanding import expand_for_many
+from .expanding import Expanding, expand_for_many
 from .forward import Forward
 from .fusing import fuse_projections, joint_products
 from .hosting import Hosting
@@ -75,9 +75,10 @@ def load_parts(options: Options) -> Parts:
         log.warning("compiling kernels for this GPU: a minute or two, at the first start only")
     checkpoint = load_checkpoint(options.path, options.dtype, options.kv)
     model: Any = checkpoint.model
+    expanding = Expanding()
     if options.replay:
         fuse_projections(model)
-        expand_for_many([*model.modules(), *joint_products(model)])
+        expanding = expand_for_many([*model.modules(), *joint_products(model)])
     kind = state_kind(model)
     reason = kind.obstacle or why_not_batchable(model) or ""
     plan, reason = plan_for(model, options.kv, options.path, reason)
@@ -116,6 +117,7 @@ def load_parts(options: Options) -> Parts:
         ragged_prefill=ragged,
         launches_ahead=mx.default_device() == mx.gpu,
         kv_scheme=name_of(options.kv),
+        expanded_bytes=expanding.nbytes,
         # States of replayed steps differ in the last bits.
         namespace=checkpoint.namespace + ":replayed" * options.replay,
         device=device_label(checkpoint.dtype),
