@@ -24,9 +24,10 @@ from mlx_troupe.runtime.adapter_table import AdapterTable, mountings
 from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
 from mlx_troupe.runtime.errors import AdapterError, Overloaded, TroupeError, Unavailable
 
+from .device_messages import GpuCommand, Mount, Unmount
 from .gpu import GpuView
 from .mailbox import Mailbox
-from .messages import AdapterMessage, GpuCommand, Mount, MountAdapter, Unmount, UnmountAdapter
+from .messages import AdapterMessage, MountAdapter, UnmountAdapter
 from .reply import Reply
 
 ASKS = 16

@@ -20,13 +20,14 @@ from mlx_troupe.runtime.settings import Settings
 
 from .adapters import AdapterDesk
 from .desk import SpillDesk
+from .device_messages import GpuCommand
 from .disk import Disk
 from .explaining import Explainer
 from .gate import Bounds, Gate
 from .gpu import GpuActor, GpuView
 from .kvcache import KVCacheActor
 from .mailbox import Mailbox
-from .messages import CacheMessage, GpuCommand, SchedulerMessage
+from .messages import CacheMessage, SchedulerMessage
 from .scheduler import SchedulerActor
 from .supervisor import Child, Supervisor
 from .worker import Worker

@@ -15,10 +15,11 @@ from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.spill.queue import SaveQueue, WriteBudget
 
+from .device_messages import GpuCommand
 from .disk import Disk, DiskStats
 from .gpu import GpuView
 from .mailbox import Mailbox
-from .messages import CacheMessage, GpuCommand, SpillMessage
+from .messages import CacheMessage, SpillMessage
 from .spill import QUEUE_BYTES, SpillActor
 from .supervisor import Child
 from .tier import SsdTier

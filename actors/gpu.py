@@ -23,14 +23,15 @@ from mlx_troupe.runtime.errors import ModelError, Unavailable
 from mlx_troupe.runtime.prefix.room import excess
 from mlx_troupe.runtime.spill.state import HostLayer
 
-from .mailbox import Mailbox
-from .messages import (
+from .device_messages import (
     Broke,
-    CacheMessage,
-    DeviceLost,
-    DeviceReady,
     DropRows,
+    Export,
+    Exported,
     GpuCommand,
+    HostingRefused,
+    Import,
+    Imported,
     Launch,
     Mount,
     Mounted,
@@ -38,20 +39,18 @@ from .messages import (
     Open,
     Opened,
     OpenFailed,
-    Pressed,
     Release,
     Rest,
     Rested,
-    SchedulerMessage,
     Settle,
     Settled,
-    StepSettled,
     Unmount,
     Unmounted,
     WorkerEvent,
 )
+from .mailbox import Mailbox
+from .messages import CacheMessage, DeviceLost, DeviceReady, Pressed, SchedulerMessage, StepSettled
 from .reply import Bell, Reply
-from .spill_messages import Export, Exported, HostingRefused, Import, Imported
 from .supervisor import Fatal
 from .watchdog import LOADING, Watchdog
 from .worker import Worker

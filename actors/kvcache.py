@@ -22,6 +22,7 @@ from mlx_troupe.runtime.prefix.room import Headroom, excess
 from mlx_troupe.runtime.scheduling.effects import LookUp, Missed, ReturnLease, Store
 from mlx_troupe.runtime.spill.queue import Candidate
 
+from .device_messages import GpuCommand, Release
 from .gpu import GpuView
 from .mailbox import Mailbox
 from .messages import (
@@ -34,9 +35,7 @@ from .messages import (
     EndAllLeases,
     Explain,
     Found,
-    GpuCommand,
     Pressed,
-    Release,
     SchedulerMessage,
 )
 from .spill_messages import Flush, Prefetch, Restored

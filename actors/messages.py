@@ -2,6 +2,7 @@
 
 Commands are imperative, events are in the past tense. No array, no text, no task in them; a
 :class:`~mlx_troupe.actors.reply.Reply` or a send end is the only live thing that may ride along.
+``device_messages.py`` has those to the GPU.
 """
 
 from __future__ import annotations
@@ -12,18 +13,13 @@ from typing import TypeAlias
 
 import trio
 
-from mlx_troupe.runtime.adapter_fit import AdapterTarget
-from mlx_troupe.runtime.adapter_table import Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import (
-    DeviceStats,
     ModelInfo,
     RowId,
     SnapshotId,
     StepDone,
-    StepPlan,
 )
-from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.prefix.entries import Hit
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.scheduling.effects import (
@@ -36,20 +32,7 @@ from mlx_troupe.runtime.scheduling.effects import (
 )
 
 from .reply import Reply
-from .spill_messages import (
-    Export,
-    Exported,
-    Flush,
-    FlushDisk,
-    Forget,
-    HostingRefused,
-    Import,
-    Imported,
-    Prefetch,
-    Restore,
-    Restored,
-    Save,
-)
+from .spill_messages import Flush, FlushDisk, Forget, Prefetch, Restore, Restored, Save
 
 # ---- to the scheduler ----------------------------------------------------------------------
 
@@ -208,155 +191,3 @@ class UnmountAdapter:
 
 
 AdapterMessage: TypeAlias = MountAdapter | UnmountAdapter
-
-# ---- to the GPU ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Start a step. With two under way the older one is waited for and answered."""
-
-    plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Nothing more to launch for now: wait for the step under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Kept states that nobody can ask for any more."""
-
-    snapshots: tuple[SnapshotId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropRows:
-    """A new scheduler begins: forget rows and steps under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """Mount an adapter between two steps. The worker carries the reply without touching it."""
-
-    adapter: str
-    path: Path
-    reply: Reply[AdapterInfo]
-
-
-@dataclass(frozen=True, slots=True)
-class Unmount:
-    """Unmount a revision between two steps: rows that were launched with it keep it."""
-
-    revision: str
-    reply: Reply[int]
-
-
-GpuCommand: TypeAlias = Launch | Settle | Release | DropRows | Mount | Unmount | Export | Import
-
-# ---- between the GPU actor and its worker --------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """Load (again), mount adapters and warm up.
-
-    ``strict``: an adapter that cannot be mounted refuses the model; otherwise it is left out.
-    """
-
-    mounts: tuple[Mounting, ...] = ()
-    strict: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Nothing is running: give memory back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Forget everything; the worker ends."""
-
-
-WorkerCommand: TypeAlias = GpuCommand | Open | Rest | Close
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The model is loaded and warm; ``mounted`` are its adapters, ``targets`` what takes one."""
-
-    model: ModelInfo
-    stats: DeviceStats
-    mounted: tuple[AdapterInfo, ...] = ()
-    targets: tuple[AdapterTarget, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class OpenFailed:
-    """The model cannot be served."""
-
-    error: TroupeError
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A step's results, with the device's figures after it."""
-
-    done: StepDone
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class Rested:
-    """Memory was given back."""
-
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class Mounted:
-    """An adapter is mounted."""
-
-    reply: Reply[AdapterInfo]
-    info: AdapterInfo
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class MountRefused:
-    """An adapter cannot be mounted; nothing has changed."""
-
-    reply: Reply[AdapterInfo]
-    error: TroupeError
-
-
-@dataclass(frozen=True, slots=True)
-class Unmounted:
-    """A revision is unmounted; it changed so many modules."""
-
-    reply: Reply[int]
-    modules: int
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class Broke:
-    """The device raised: rows, states and steps under way are lost."""
-
-    error: Exception
-
-
-WorkerEvent: TypeAlias = (
-    Opened
-    | OpenFailed
-    | Settled
-    | Rested
-    | Mounted
-    | MountRefused
-    | Unmounted
-    | Exported
-    | Imported
-    | HostingRefused
-    | Broke
-)

@@ -19,12 +19,13 @@ from mlx_troupe.runtime.spill.faults import SpillFault, Unreadable
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostLayer
 
+from .device_messages import GpuCommand, Import
 from .disk import Disk, Loaded, OnDisk
 from .gpu import GpuView
 from .mailbox import Mailbox
-from .messages import CacheMessage, GpuCommand
+from .messages import CacheMessage
 from .reply import Bell, Reply
-from .spill_messages import Import, Restored
+from .spill_messages import Restored
 from .telling import Complaints
 
 IMPORT_BYTES = 64 << 20

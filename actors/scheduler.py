@@ -32,6 +32,7 @@ from mlx_troupe.runtime.scheduling.effects import (
     TokenMade,
 )
 
+from .device_messages import DropRows, GpuCommand, Launch, Release, Settle
 from .gate import Gate
 from .gpu import GpuView
 from .mailbox import Mailbox
@@ -41,14 +42,9 @@ from .messages import (
     Cancel,
     DeviceLost,
     DeviceReady,
-    DropRows,
     EndAllLeases,
     Found,
-    GpuCommand,
-    Launch,
-    Release,
     SchedulerMessage,
-    Settle,
     StepSettled,
     Submit,
 )

@@ -20,13 +20,14 @@ from mlx_troupe.runtime.spill.faults import SpillFault, TooLarge, Unfit
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
+from .device_messages import Export, GpuCommand, Release
 from .disk import Disk
 from .gpu import GpuView
 from .mailbox import Mailbox
-from .messages import CacheMessage, DeviceLost, GpuCommand, Release, SpillMessage
+from .messages import CacheMessage, DeviceLost, SpillMessage
 from .reply import Bell, Reply
 from .restores import Restores
-from .spill_messages import Export, FlushDisk, FlushReport, Forget, Restore, Save
+from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Save
 from .telling import Complaints
 
 QUEUE_BYTES = 2 << 30

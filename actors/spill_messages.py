@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_troupe.runtime.device import DeviceStats, SnapshotId, SnapshotMade, StateSlice
-from mlx_troupe.runtime.errors import TroupeError
+from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.spill.queue import Candidate
-from mlx_troupe.runtime.spill.state import HostLayer
 
 from .disk import OnDisk
 from .reply import Reply
@@ -105,57 +103,3 @@ class FlushDisk:
     reply: Reply[FlushReport]
     candidates: tuple[Candidate, ...]
     until: float
-
-
-# ---- to the GPU, and between its actor and its worker ---------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Some layers of a kept state as bytes, between two steps; fewer at the state's end.
-
-    Its first ``since`` tokens are not needed. The reply is the layers, or StateRefused.
-    """
-
-    snapshot: SnapshotId
-    first_layer: int
-    count: int
-    reply: Reply[tuple[HostLayer, ...]]
-    since: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """Keep a state that was exported: some of its layers, between two steps.
-
-    The reply is None until the last of them is there. It may be StateRefused, and NoRoom where
-    the state is in order, or where nobody knows what went wrong.
-    """
-
-    part: StateSlice
-    reply: Reply[SnapshotMade | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Layers of a kept state."""
-
-    reply: Reply[tuple[HostLayer, ...]]
-    layers: tuple[HostLayer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A state is kept, or (None) so far some of its layers are."""
-
-    reply: Reply[SnapshotMade | None]
-    made: SnapshotMade | None
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class HostingRefused:
-    """A state cannot be exported or imported; nothing has changed."""
-
-    reply: Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade | None]
-    error: TroupeError

@@ -37,7 +37,7 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.text.matching import MatchFailed, TokenMatcher
 
-from .messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
+from .device_messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
 from .scripted_states import ScriptedStates
 from .worker import Conductor
 

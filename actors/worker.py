@@ -23,10 +23,15 @@ from mlx_troupe.runtime.adapters import AdapterInfo
 from mlx_troupe.runtime.device import Device, StepPlan
 from mlx_troupe.runtime.errors import AdapterError, ModelError, NoRoom, StateRefused, TroupeError
 
-from .messages import (
+from .device_messages import (
     Broke,
     Close,
     DropRows,
+    Export,
+    Exported,
+    HostingRefused,
+    Import,
+    Imported,
     Launch,
     Mount,
     Mounted,
@@ -44,7 +49,6 @@ from .messages import (
     WorkerCommand,
     WorkerEvent,
 )
-from .spill_messages import Export, Exported, HostingRefused, Import, Imported
 from .threads import run_on_device_thread
 
 log = logging.getLogger(__name__)

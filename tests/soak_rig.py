@@ -15,7 +15,7 @@ import mlx.core as mx
 import trio
 from company import until
 
-from mlx_troupe.actors.messages import Rest
+from mlx_troupe.actors.device_messages import Rest
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.runtime.errors import Overloaded
 from mlx_troupe.runtime.requests import (

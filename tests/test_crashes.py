@@ -10,6 +10,7 @@ import pytest
 import trio
 from company import ask, company, counted, nothing_left, run, settle, until
 
+from mlx_troupe.actors.device_messages import GpuCommand, Release
 from mlx_troupe.actors.gate import Gate
 from mlx_troupe.actors.gpu import DeviceBroken, GpuView, ModelRefused
 from mlx_troupe.actors.kvcache import KVCacheActor
@@ -20,8 +21,6 @@ from mlx_troupe.actors.messages import (
     Cancel,
     Clear,
     Found,
-    GpuCommand,
-    Release,
     SchedulerMessage,
     StepSettled,
     Submit,

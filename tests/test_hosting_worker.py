@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import trio
 
-from mlx_troupe.actors.gpu import GpuActor, GpuView
-from mlx_troupe.actors.mailbox import Mailbox
-from mlx_troupe.actors.messages import (
-    CacheMessage,
+from mlx_troupe.actors.device_messages import (
     Export,
     Exported,
     GpuCommand,
@@ -20,11 +17,13 @@ from mlx_troupe.actors.messages import (
     Launch,
     Open,
     Opened,
-    SchedulerMessage,
     Settle,
     Settled,
     WorkerEvent,
 )
+from mlx_troupe.actors.gpu import GpuActor, GpuView
+from mlx_troupe.actors.mailbox import Mailbox
+from mlx_troupe.actors.messages import CacheMessage, SchedulerMessage
 from mlx_troupe.actors.reply import Reply
 from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
 from mlx_troupe.actors.worker import Conductor

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from resume_rig import whole
 
 from mlx_troupe.actors import request as request_actor
-from mlx_troupe.actors.messages import WorkerEvent
+from mlx_troupe.actors.device_messages import WorkerEvent
 from mlx_troupe.actors.outbox import Outbox
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice

@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 from tiny import EOS, VOCAB, make_checkpoint, prompt
 
-from mlx_troupe.actors.messages import Broke, Launch, Settle, Settled, WorkerEvent
+from mlx_troupe.actors.device_messages import Broke, Launch, Settle, Settled, WorkerEvent
 from mlx_troupe.actors.worker import Conductor
 from mlx_troupe.runtime.device import (
     Cold,

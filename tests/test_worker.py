@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import trio
 
-from mlx_troupe.actors.messages import (
+from mlx_troupe.actors.device_messages import (
     Broke,
     Close,
     DropRows,
