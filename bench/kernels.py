@@ -25,6 +25,7 @@ from rig import ready
 ready()
 
 import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
 
 TOLERANCES = {mx.bfloat16: 2e-2, mx.float16: 4e-3, mx.float32: 2e-3}
 SHAPES = (
@@ -85,7 +86,32 @@ def check_draws() -> int:
         mx.eval([sampling_kernel.draw(x, places, table, removable, numbers) for _ in range(10)])
         seconds = (time.perf_counter() - began) / 10
     print(f"16 rows of 128256: {seconds * 1e6:.0f} µs", flush=True)
-    return other + check_penalties(draw)
+    return other + check_penalties(draw) + check_masks()
+
+
+def check_masks() -> int:
+    """Print in how many batches the masks' kernels and MLX's operations differ."""
+    from mlx_troupe.runtime.engine import allowing
+    from mlx_troupe.runtime.engine.masks import Masks
+
+    random_bits, wrong, palette = np.random.default_rng(5), 0, allowing.Palette()
+    for kind in TOLERANCES:
+        print(f"masks have kernels for {kind}: {allowing.works(kind)}", flush=True)
+        for rows, size in ((1, 31), (3, 300), (16, 128256)):
+            logits = (mx.random.normal((rows, size)) * 4).astype(kind)
+            bits = random_bits.integers(0, 1 << 32, (rows, -(-size // 32)), dtype=np.uint32)
+            masks = Masks(bits & random_bits.permutation(bits.ravel()).reshape(bits.shape), {})
+            expected = allowing._step_by_step(logits, mx.array(masks.words))
+            tokens, reported = allowing.best(logits, palette.find(masks))
+            free, _ = allowing.best(logits, None)
+            wrong += not (
+                mx.array_equal(allowing.restricted(logits, masks, palette), expected)
+                and mx.array_equal(tokens, mx.argmax(expected, axis=-1))
+                and mx.array_equal(reported, tokens.astype(mx.int32))
+                and mx.array_equal(free, mx.argmax(logits, axis=-1))
+            )
+    print(f"masks: {wrong} batches otherwise", flush=True)
+    return wrong
 
 
 def check_penalties(draw: random.Random) -> int:

@@ -422,7 +422,7 @@ def test_masks_hold_what_each_matcher_allows_and_all_for_rows_without() -> None:
     logits = VOCAB + 100
     maker = MaskMaker(logits)
     rows = [None, shared.compile(schema(const=True)), None, shared.compile(RegexGrammar("[ab]"))]
-    masks = maker.begin(rows).result()
+    masks = maker.begin(lambda: rows).result()
     maker.close()
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")[:, :logits]
     allowed = [set(np.flatnonzero(row).tolist()) for row in bits]
@@ -439,7 +439,7 @@ def test_a_matcher_that_gave_up_is_reported_and_masks_nothing() -> None:
     with pytest.raises(MatchFailed):
         broken.take(ord("x"))
     maker = MaskMaker(VOCAB)
-    masks = maker.begin([broken, whole]).result()
+    masks = maker.begin(lambda: [broken, whole]).result()
     maker.close()
     assert list(masks.faults) == [0]
     assert masks.faults[0]

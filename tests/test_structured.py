@@ -234,13 +234,13 @@ def test_a_matcher_that_fails_takes_its_own_row_along_and_no_other(
     assert json.loads(failing.text(RowId(1)))["b"] == "x"
 
 
-def test_masks_are_begun_before_a_forward_pass_is_launched(
+def test_masks_are_begun_as_soon_as_their_tokens_are_under_way(
     stage: Callable[..., Stage],
     compiler: GrammarCompiler,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """On a GPU all but the first, for which nothing has to be read, begin with the tokens read."""
+    """On a GPU right after these, ahead of the next launch; otherwise when they have been read."""
     order: list[str] = []
     begin, start = MaskMaker.begin, drawing.start
 
@@ -255,21 +255,67 @@ def test_masks_are_begun_before_a_forward_pass_is_launched(
     opened = stage()
     opened.start(RowId(1), prompt(9), Sampling(), compiler.compile(ANYTHING))
     opened.start(RowId(2), prompt(9), Sampling(), None)
+    opened.decode(0, ())
     device, both = opened.device, (RowId(1), RowId(2))
-    opened.decode(1, both)
     monkeypatch.setattr(MaskMaker, "begin", note_begin)
     monkeypatch.setattr(drawing, "start", note_start)
+    for step in (97, 98, 99):
+        device.launch(StepPlan(StepId(step), decode=both))
+        if step > 97:
+            device.settle()
+        device.push()
+    device.settle()
+    # In each step the forward pass is started, then the draw.
+    ahead = ["masks", *["start", "start", "masks"] * 3]
+    assert order == (ahead if "GPU" in request.node.name else ["masks", "start", "start"] * 3)
+
+
+def test_a_launch_waits_for_no_matcher(
+    stage: Callable[..., Stage],
+    compiler: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """On a GPU matchers follow beside the next launch, and a settle waits for them."""
+    launched = threading.Event()
+    take = drawing._take
+
+    def take_late(row: Any, token: int) -> Any:
+        assert launched.wait(10), "the launch waits for the matchers"
+        return take(row, token)
+
+    opened = stage()
+    opened.start(RowId(1), prompt(9), Sampling(), compiler.compile(ChoiceGrammar(("ab",))))
+    opened.start(RowId(2), prompt(9), Sampling(), None)
+    opened.decode(0, ())
+    monkeypatch.setattr(drawing, "_take", take_late)
+    device, both = opened.device, (RowId(1), RowId(2))
     device.launch(StepPlan(StepId(98), decode=both))
     device.push()
-    # Each time the forward pass, then the draw.
-    assert order == ["masks", "start", "start"]
+    if "CPU" in request.node.name:
+        launched.set()
     device.launch(StepPlan(StepId(99), decode=both))
-    ahead = "GPU" in request.node.name
-    assert order[3:] == (["masks", "start"] if ahead else [])
-    device.settle()
-    device.push()
-    device.settle()
-    assert order[3:] == ["masks", "start", "start"]
+    launched.set()
+    sampled = [device.settle().sampled, device.settle().sampled]
+    tokens = [next(each for each in step if each.row == RowId(1)) for step in sampled]
+    assert [chr(each.token) for each in tokens] == ["a", "b"]
+    assert [each.ends for each in tokens] == [False, True]
+
+
+def test_a_row_that_comes_later_gets_its_masks_beside_the_others(
+    stage: Callable[..., Stage], compiler: GrammarCompiler
+) -> None:
+    """Some masks are under way then and some are not, and the batch changes its order."""
+    opened = stage()
+    opened.start(RowId(1), prompt(9), Sampling(), compiler.compile(ChoiceGrammar(("abcdef",))))
+    opened.start(RowId(2), prompt(7), Sampling(), compiler.compile(ChoiceGrammar(("ghijkl",))))
+    opened.decode(2, [RowId(1), RowId(2)])
+    opened.start(RowId(3), prompt(8), Sampling(), compiler.compile(ChoiceGrammar(("mnopqr",))))
+    opened.decode(1, [RowId(2)])
+    opened.decode(2, [RowId(3), RowId(2), RowId(1)])
+    opened.decode(2, [RowId(1), RowId(3)])
+    assert [opened.text(RowId(n)) for n in (1, 2, 3)] == ["abcdef", "ghijk", "mnop"]
+    assert opened.ended == {RowId(1): 6}
 
 
 def test_masks_are_made_while_the_forward_pass_runs(

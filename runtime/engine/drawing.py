@@ -3,9 +3,10 @@
 Owns what was built and is not started yet. Runs on the device thread and waits for nothing but
 masks. A batch of free rows is drawn with its launch, unless the draw itself would wait for the
 logits. In a batch with a grammar the draw waits for the push: by then the tokens of the step before
-are known, and the masks are made while the forward pass runs. On a GPU that begins with the launch,
-which takes the host as long as the GPU: there the tokens before are read, and the masks begun,
-ahead of it. Knows no plans, no steps and no caches.
+are known, and the masks are made while the forward pass runs. On a GPU, where a launch takes the
+host as long as the step itself, the tokens are awaited and followed by the rows' matchers on the
+thread of the masks, beside the next launch: it touches no array but the report of what was drawn,
+which is begun by then and nobody else's. Knows no plans, no steps and no caches.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
 from ..device import Sampled
 from .lazy import ids_of, start
 from .logprobs import Scores
-from .masks import MaskMaker, Masks
+from .masks import MaskMaker, Masks, Ticket
 from .rows import Row
 from .sampling import Sampler
 
@@ -34,13 +36,22 @@ class Drawn:
     """Tokens under way: ``reported`` int32 [B] holds one for each of ``rows``, -1 = not finite.
 
     None until the push where the draw waits for it. ``scores`` are there when a row asked for any,
-    ``known`` once the tokens were read.
+    ``followed`` where somebody else waits for the tokens.
     """
 
     rows: tuple[Row, ...]
     reported: mx.array | None = None
     scores: Scores | None = None
-    known: tuple[list[Sampled], list[Fault]] | None = None
+    followed: Future[list[_Followed]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """What a row drew, whether its grammar ends there, and why the row must fail, if it must."""
+
+    token: int
+    ends: bool = False
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,6 @@ class _Undrawn:
     inputs: mx.array
     positions: tuple[int, ...]
     state: list[mx.array]
-    masks: Future[Masks] | None
 
 
 class Drawing:
@@ -62,19 +72,10 @@ class Drawing:
         self._launches = mx.default_device() == mx.gpu
         self._undrawn: list[_Undrawn] = []
         self._unstarted: list[mx.array] = []
-        self._unfollowed: list[Drawn] = []
 
     def rest(self) -> None:
         """No rows are left: keep nothing of the last ones."""
         self._sampler.rest()
-        self._unfollowed = []
-
-    def look_ahead(self) -> None:
-        """Wait for what rows with a grammar drew last, if the next launch is going to take long."""
-        if self._launches:
-            for drawn in self._unfollowed:
-                if drawn.reported is not None:
-                    read(drawn)
 
     def draw(
         self, rows: Sequence[Row], inputs: mx.array, logits: mx.array, state: list[mx.array]
@@ -86,41 +87,54 @@ class Drawing:
         """
         positions = tuple(row.processed for row in rows)
         bound = any(row.matcher is not None for row in rows)
-        masks = self._begin_masks(rows) if bound and self._is_ahead() else None
-        undrawn = _Undrawn(Drawn(tuple(rows)), logits, inputs, positions, state, masks)
+        undrawn = _Undrawn(Drawn(tuple(rows)), logits, inputs, positions, state)
         if bound or self._sampler.reads([row.sampler for row in rows]):
             self._undrawn.append(undrawn)
             if self._launches:
+                self._ask_for_masks(rows)
                 start([logits, *state])
-            if bound:
-                self._unfollowed.append(undrawn.drawn)
             return undrawn.drawn, []
         faults = self._sample(undrawn)
         if self._launches:
             self._start()
         return undrawn.drawn, faults
 
-    def _is_ahead(self) -> bool:
-        """Whether all matchers have followed all that was drawn."""
-        self._unfollowed = [drawn for drawn in self._unfollowed if drawn.known is None]
-        return self._launches and not self._unfollowed
-
     def push(self) -> list[Fault]:
         """Build the draws that waited for it, and start all that were built."""
         undrawn, self._undrawn = self._undrawn, []
-        making = [u.masks or self._begin_masks(u.drawn.rows) for u in undrawn]
+        for waiting in undrawn:
+            self._ask_for_masks(waiting.drawn.rows)
         if undrawn and not self._launches:
             # Computes the forward pass here and now, beside the masks.
             start([array for u in undrawn for array in (u.logits, *u.state)])
         faults: list[Fault] = []
-        for waiting, made in zip(undrawn, making, strict=True):
-            faults += self._sample(waiting, None if made is None else made.result())
+        for waiting in undrawn:
+            faults += self._sample(waiting, self._take_masks(waiting.drawn.rows))
         self._start()
+        if self._launches:
+            for waiting in undrawn:
+                self._look_ahead(waiting.drawn)
         return faults
 
-    def _begin_masks(self, rows: Sequence[Row]) -> Future[Masks] | None:
-        matchers = [None if row.failed else row.matcher for row in rows]
-        return None if all(m is None for m in matchers) else self._masks.begin(matchers)
+    def _look_ahead(self, drawn: Drawn) -> None:
+        """Have the tokens followed, and begin the masks of the next ones, beside what comes."""
+        if any(row.matcher is not None for row in drawn.rows):
+            drawn.followed = self._masks.follow(partial(_follow, drawn))
+            self._ask_for_masks(drawn.rows)
+
+    def _ask_for_masks(self, rows: Sequence[Row]) -> None:
+        """For rows that have asked already those are under way."""
+        asking = [r for r in rows if not (r.failed or r.matcher is None or r.mask is not None)]
+        if asking:
+            made = self._masks.begin(lambda: [row.matcher for row in asking])
+            for place, row in enumerate(asking):
+                row.mask = Ticket(made, place)
+
+    def _take_masks(self, rows: Sequence[Row]) -> Masks | None:
+        tickets = [row.mask for row in rows]
+        for row in rows:
+            row.mask = None
+        return self._masks.gather(tickets) if any(tickets) else None
 
     def _start(self) -> None:
         unstarted, self._unstarted = self._unstarted, []
@@ -145,27 +159,32 @@ class Drawing:
 
 def read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
     """Wait for tokens; what the rows sampled, each followed by its matcher, and who failed."""
-    if drawn.known is None:
-        drawn.known = _read(drawn)
-    return drawn.known
-
-
-def _read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
-    assert drawn.reported is not None
+    followed = _follow(drawn) if drawn.followed is None else drawn.followed.result()
     figures = {} if drawn.scores is None else drawn.scores.read()
     sampled: list[Sampled] = []
     faults: list[Fault] = []
-    for place, token in enumerate(ids_of(drawn.reported)):
-        row = drawn.rows[place]
+    for place, (row, what) in enumerate(zip(drawn.rows, followed, strict=True)):
         if row.failed:
             continue
-        if token < 0:
-            faults.append((row, NOT_FINITE))
-            continue
-        try:
-            ends = row.follow(token)
-        except Exception as error:
-            faults.append((row, f"{NO_MATCH}: {error}"))
-            continue
-        sampled.append(Sampled(row.id, token, ends, figures.get(place)))
+        if what.fault:
+            faults.append((row, what.fault))
+        else:
+            sampled.append(Sampled(row.id, what.token, what.ends, figures.get(place)))
     return sampled, faults
+
+
+def _follow(drawn: Drawn) -> list[_Followed]:
+    assert drawn.reported is not None
+    tokens = ids_of(drawn.reported)
+    return [_take(row, token) for row, token in zip(drawn.rows, tokens, strict=True)]
+
+
+def _take(row: Row, token: int) -> _Followed:
+    if row.failed:
+        return _Followed(token)
+    if token < 0:
+        return _Followed(token, fault=NOT_FINITE)
+    try:
+        return _Followed(token, row.follow(token))
+    except Exception as error:
+        return _Followed(token, fault=f"{NO_MATCH}: {error}")

@@ -18,6 +18,7 @@ from ..device import RowId
 from ..text.matching import TokenMatcher
 from .adapters import Chain
 from .backsteps import hold, step_back
+from .masks import Ticket
 from .sampling import RowSampler
 from .snapshots import CannotCut, cut
 
@@ -33,6 +34,7 @@ class Row:
         adapters: what it adds to the model's layers, in order; none once the row is dropped.
         pending: array and place of the token drawn last, None before the first draw.
         matcher: says what may be drawn; None for free text and once the text is complete.
+        mask: what the matcher allows next, if that was asked for already.
         failed: the row was evicted; whatever is still under way for it is ignored.
     """
 
@@ -43,6 +45,7 @@ class Row:
     processed: int = 0
     pending: tuple[mx.array, int] | None = None
     matcher: TokenMatcher | None = None
+    mask: Ticket | None = None
     adapters: Chain = ()
     failed: bool = False
     _before: list[Any] | None = field(default=None, repr=False)

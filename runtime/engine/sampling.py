@@ -24,10 +24,10 @@ import numpy as np
 from ..curves import fault_of
 from ..device import MAX_LOGPROBS
 from ..requests import Sampling
-from . import penalty_kernel, sampling_kernel
+from . import allowing, penalty_kernel, sampling_kernel
 from .filters import Needs, Parameters, choose, needs_of, parameters_of
 from .logprobs import Scores, score
-from .masks import Masks, restricted
+from .masks import Masks
 from .processors import Past, Processors, past_of
 from .randomness import mix, uniforms
 from .selection import DeviceKit, HostKit, Kit
@@ -129,6 +129,7 @@ class _Plan:
         self.keys = [rows[place].key for place in self.order]
         self.scored = [(p, row.logprobs) for p, row in enumerate(rows) if row.logprobs is not None]
         self.all_drawn = len(self.order) == len(rows)
+        self.plain = not self.order and not self.scored
         # Drawn tokens stand behind the best ones of all rows, if there are any of these.
         back = list(range(len(rows)))
         for index, place in enumerate(self.order):
@@ -163,6 +164,7 @@ class Sampler:
         self._kit = kit
         self._on_host = kit.xp is np
         self._plan: _Plan | None = None
+        self._palette = allowing.Palette()
 
     def reads(self, rows: Sequence[RowSampler]) -> bool:
         """Whether a draw of these rows waits for their logits."""
@@ -173,6 +175,7 @@ class Sampler:
     def rest(self) -> None:
         """Forget the batch at hand and its arrays."""
         self._plan = None
+        self._palette.forget()
 
     def draw(
         self,
@@ -197,9 +200,13 @@ class Sampler:
             plan = self._plan = _Plan(rows, self._kit, self._removable_for(rows), fused=fused)
         if plan.processors is not None:
             logits = plan.processors.apply(logits, inputs)
+        if plan.plain and not self._on_host and len(rows) > 1 and allowing.works(logits.dtype):
+            chosen = None if masks is None else self._palette.find(masks)
+            tokens, reported = allowing.best(logits, chosen)
+            return Draws(tokens, reported, plan.faults)
         # The maximum of a row that holds a NaN is NaN.
         finite = mx.isfinite(mx.max(logits, axis=-1))
-        allowed = logits if masks is None else restricted(logits, masks)
+        allowed = logits if masks is None else allowing.restricted(logits, masks, self._palette)
         values = self._values(allowed, rows)
         tokens = self._choose(allowed, values, plan, positions)
         reported = mx.where(finite, tokens.astype(mx.int32), -1)
