@@ -1,8 +1,8 @@
-"""The test kit that ships: a scripted device and an inline executor, for virtual time.
+"""The test kit that ships: a scripted device, for virtual time.
 
-With these, scheduler, cache, supervision and HTTP run on pytest-trio's autojump clock without MLX
-and without a thread. ``ScriptedDevice`` keeps the device's contract strictly and raises when a
-plan breaks it, so a test fails where the fault is.
+With it and ``inline_worker.py``, scheduler, cache, supervision and HTTP run on pytest-trio's
+autojump clock without MLX and without a thread. ``ScriptedDevice`` keeps the device's contract
+strictly and raises when a plan breaks it, so a test fails where the fault is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import trio
-
 from mlx_troupe.runtime.adapter_fit import AdapterTarget, fit
 from mlx_troupe.runtime.adapters import AdapterInfo, inspect_adapter
 from mlx_troupe.runtime.device import (
     Cold,
-    Device,
     DeviceStats,
     FromRow,
     FromSnapshot,
@@ -37,9 +34,7 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.text.matching import MatchFailed, TokenMatcher
 
-from .device_messages import Close, Launch, Open, Settle, WorkerCommand, WorkerEvent
 from .scripted_states import ScriptedStates
-from .worker import Conductor
 
 Call: TypeAlias = Literal["open", "launch", "settle"]
 Script = Callable[[tuple[int, ...]], int]
@@ -330,52 +325,3 @@ class ScriptedDevice(ScriptedStates):
         row.state = row.ids
         row.sampled.append(token)
         sampled.append(Sampled(row_id, token, ends, row.figures(token, self.model.vocab_size)))
-
-
-class InlineWorker:
-    """Runs a device on trio's thread, spending its steps' seconds on trio's (virtual) clock."""
-
-    def __init__(self, device: ScriptedDevice) -> None:
-        self.device = device
-        # Full is a crash: two steps, a few releases and one open are all that is ever queued.
-        self._commands, self._inbox = trio.open_memory_channel[WorkerCommand](10_000)
-        self._events: deque[WorkerEvent] = deque()
-        self._conductor = Conductor(_as_device(device), self._events.append)
-        self._current: WorkerCommand | None = None
-
-    def start(self) -> None:
-        """Nothing to start: commands are carried out by :meth:`receive`."""
-
-    def submit(self, command: WorkerCommand) -> None:
-        """Queue a command."""
-        self._commands.send_nowait(command)
-
-    async def receive(self) -> WorkerEvent:
-        """Carry out commands, spending their time, until one has something to say."""
-        while not self._events:
-            # A receiver that is cancelled in the middle leaves the command to the next one.
-            if self._current is None:
-                self._current = await self._inbox.receive()
-            await trio.sleep(self._cost(self._current))
-            command, self._current = self._current, None
-            self._conductor.perform(command)
-        return self._events.popleft()
-
-    def stop(self) -> None:
-        """Close the device at once."""
-        self._conductor.perform(Close())
-
-    def _cost(self, command: WorkerCommand) -> float:
-        match command:
-            case Open():
-                return self.device.open_seconds
-            case Settle():
-                return self.device.seconds()
-            case Launch():
-                return self.device.seconds()
-            case _:
-                return 0.0
-
-
-def _as_device(device: ScriptedDevice) -> Device:
-    return device

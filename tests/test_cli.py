@@ -22,7 +22,8 @@ from click.testing import CliRunner, Result
 from company import WordTokenizer
 
 from mlx_troupe.actors import blocking, system
-from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice, count_up
+from mlx_troupe.actors.inline_worker import InlineWorker
+from mlx_troupe.actors.testing import ScriptedDevice, count_up
 from mlx_troupe.http.cli import models
 from mlx_troupe.http.cli.conversation import Ask, Conversation, Leave, Note
 from mlx_troupe.http.cli.errors import plain_error

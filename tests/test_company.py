@@ -11,8 +11,9 @@ from company import SETTINGS, ask, company, counted, nothing_left, read, run, se
 from core_rig import PLAIN, mixed, solo
 
 from mlx_troupe.actors.gpu import ModelRefused
+from mlx_troupe.actors.inline_worker import InlineWorker
 from mlx_troupe.actors.system import Runtime, open_runtime
-from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
+from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo, RowId
 from mlx_troupe.runtime.errors import (
     ContextLengthExceeded,

@@ -22,10 +22,11 @@ from mlx_troupe.actors.device_messages import (
     WorkerEvent,
 )
 from mlx_troupe.actors.gpu import GpuActor, GpuView
+from mlx_troupe.actors.inline_worker import InlineWorker
 from mlx_troupe.actors.mailbox import Mailbox
 from mlx_troupe.actors.messages import CacheMessage, SchedulerMessage
 from mlx_troupe.actors.reply import Reply
-from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
+from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.actors.worker import Conductor
 from mlx_troupe.runtime.device import (
     Cold,

@@ -22,9 +22,10 @@ from resume_rig import whole
 
 from mlx_troupe.actors import request as request_actor
 from mlx_troupe.actors.device_messages import WorkerEvent
+from mlx_troupe.actors.inline_worker import InlineWorker
 from mlx_troupe.actors.outbox import Outbox
 from mlx_troupe.actors.system import Runtime
-from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
+from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import serving

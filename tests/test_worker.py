@@ -25,7 +25,8 @@ from mlx_troupe.actors.device_messages import (
     Settled,
     WorkerEvent,
 )
-from mlx_troupe.actors.testing import InlineWorker, ScriptedDevice
+from mlx_troupe.actors.inline_worker import InlineWorker
+from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.actors.worker import Conductor, ThreadWorker
 from mlx_troupe.runtime.device import (
     Cold,
