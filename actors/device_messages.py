@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from mlx_troupe.runtime.adapter_fit import AdapterTarget
 from mlx_troupe.runtime.adapter_table import Mounting
@@ -25,6 +25,12 @@ from mlx_troupe.runtime.errors import TroupeError
 from mlx_troupe.runtime.spill.state import HostLayer
 
 from .reply import Reply
+
+T = TypeVar("T")
+Asked: TypeAlias = (
+    Reply[AdapterInfo] | Reply[int] | Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade | None]
+)
+"""An ask that the worker carries without touching it."""
 
 # ---- to the GPU ----------------------------------------------------------------------------
 
@@ -158,53 +164,23 @@ class Rested:
 
 
 @dataclass(frozen=True, slots=True)
-class Mounted:
-    """An adapter is mounted."""
+class Answered(Generic[T]):
+    """What a command asked for was done: its reply, the value for it, and the device's figures."""
 
-    reply: Reply[AdapterInfo]
-    info: AdapterInfo
+    reply: Reply[T]
+    value: T
     stats: DeviceStats
 
-
-@dataclass(frozen=True, slots=True)
-class MountRefused:
-    """An adapter cannot be mounted; nothing has changed."""
-
-    reply: Reply[AdapterInfo]
-    error: TroupeError
+    def deliver(self) -> None:
+        """Settle the reply; on trio's thread."""
+        self.reply.set(self.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Unmounted:
-    """A revision is unmounted; it changed so many modules."""
+class Refused:
+    """What a command asked for cannot be done; nothing has changed."""
 
-    reply: Reply[int]
-    modules: int
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Layers of a kept state."""
-
-    reply: Reply[tuple[HostLayer, ...]]
-    layers: tuple[HostLayer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A state is kept, or (None) so far some of its layers are."""
-
-    reply: Reply[SnapshotMade | None]
-    made: SnapshotMade | None
-    stats: DeviceStats
-
-
-@dataclass(frozen=True, slots=True)
-class HostingRefused:
-    """A state cannot be exported or imported; nothing has changed."""
-
-    reply: Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade | None]
+    reply: Asked
     error: TroupeError
 
 
@@ -220,11 +196,10 @@ WorkerEvent: TypeAlias = (
     | OpenFailed
     | Settled
     | Rested
-    | Mounted
-    | MountRefused
-    | Unmounted
-    | Exported
-    | Imported
-    | HostingRefused
+    | Answered[AdapterInfo]
+    | Answered[int]
+    | Answered[tuple[HostLayer, ...]]
+    | Answered[SnapshotMade | None]
+    | Refused
     | Broke
 )

@@ -11,56 +11,48 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 import trio
 
 from mlx_troupe.runtime.adapter_fit import AdapterTarget
 from mlx_troupe.runtime.adapter_table import Loaded, Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo, SnapshotMade
+from mlx_troupe.runtime.device import DeviceStats, ModelInfo
 from mlx_troupe.runtime.errors import ModelError, Unavailable
 from mlx_troupe.runtime.prefix.room import excess
-from mlx_troupe.runtime.spill.state import HostLayer
 
 from .device_messages import (
+    Answered,
+    Asked,
     Broke,
     DropRows,
     Export,
-    Exported,
     GpuCommand,
-    HostingRefused,
     Import,
-    Imported,
     Launch,
     Mount,
-    Mounted,
-    MountRefused,
     Open,
     Opened,
     OpenFailed,
+    Refused,
     Release,
     Rest,
     Rested,
     Settle,
     Settled,
     Unmount,
-    Unmounted,
     WorkerEvent,
 )
 from .mailbox import Mailbox
 from .messages import CacheMessage, DeviceLost, DeviceReady, Pressed, SchedulerMessage, StepSettled
-from .reply import Bell, Reply
+from .reply import Bell
 from .supervisor import Fatal
 from .watchdog import LOADING, Watchdog
 from .worker import Worker
 
 REST_AFTER = 5.0
 """Seconds without a step after which unused memory goes back to the system."""
-Asked: TypeAlias = (
-    Reply[AdapterInfo] | Reply[int] | Reply[tuple[HostLayer, ...]] | Reply[SnapshotMade | None]
-)
-"""An ask that the worker carries without touching it."""
 
 
 class DeviceBroken(Exception):
@@ -221,27 +213,13 @@ class GpuActor:
                 self._scheduler.post(DeviceReady(model))
             case Rested(stats):
                 self._view.stats = stats
-            case Mounted(reply, info, stats):
+            case Answered(reply=reply, stats=stats):
                 self._answered(reply)
                 self._view.stats = stats
-                reply.set(info)
-            case MountRefused(reply, refusal):
+                event.deliver()
+            case Refused(reply, refusal):
                 self._answered(reply)
                 reply.fail(refusal)
-            case Unmounted(reply, modules, stats):
-                self._answered(reply)
-                self._view.stats = stats
-                reply.set(modules)
-            case Exported(host_reply, layers):
-                self._answered(host_reply)
-                host_reply.set(layers)
-            case Imported(made_reply, made, stats):
-                self._answered(made_reply)
-                self._view.stats = stats
-                made_reply.set(made)
-            case HostingRefused(refused_reply, refused):
-                self._answered(refused_reply)
-                refused_reply.fail(refused)
             case OpenFailed(error):
                 self._view.error = error.message
                 raise ModelRefused(ModelError(error.message))

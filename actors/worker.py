@@ -24,28 +24,24 @@ from mlx_troupe.runtime.device import Device, StepPlan
 from mlx_troupe.runtime.errors import AdapterError, ModelError, NoRoom, StateRefused, TroupeError
 
 from .device_messages import (
+    Answered,
     Broke,
     Close,
     DropRows,
     Export,
-    Exported,
-    HostingRefused,
     Import,
-    Imported,
     Launch,
     Mount,
-    Mounted,
-    MountRefused,
     Open,
     Opened,
     OpenFailed,
+    Refused,
     Release,
     Rest,
     Rested,
     Settle,
     Settled,
     Unmount,
-    Unmounted,
     WorkerCommand,
     WorkerEvent,
 )
@@ -112,7 +108,7 @@ class Conductor:
                 self._mount(command)
             case Unmount(revision, reply):
                 modules = self._device.unmount(revision)
-                self._post(Unmounted(reply, modules, self._device.stats()))
+                self._post(Answered(reply, modules, self._device.stats()))
             case Export() | Import():
                 self._host(command)
             case Rest():
@@ -159,9 +155,9 @@ class Conductor:
         try:
             info = self._device.mount(command.adapter, command.path)
         except TroupeError as error:
-            self._post(MountRefused(command.reply, error))
+            self._post(Refused(command.reply, error))
         else:
-            self._post(Mounted(command.reply, info, self._device.stats()))
+            self._post(Answered(command.reply, info, self._device.stats()))
 
     def _host(self, command: Export | Import) -> None:
         try:
@@ -169,21 +165,21 @@ class Conductor:
                 layers = self._device.export(
                     command.snapshot, command.first_layer, command.count, command.since
                 )
-                self._post(Exported(command.reply, layers))
+                self._post(Answered(command.reply, layers, self._device.stats()))
             else:
                 made = self._device.import_state(command.part)
-                self._post(Imported(command.reply, made, self._device.stats()))
+                self._post(Answered(command.reply, made, self._device.stats()))
         except StateRefused as error:
-            self._post(HostingRefused(command.reply, error))
+            self._post(Refused(command.reply, error))
         except Exception as error:  # rows go on; a device that is broken fails at its next step
             log.warning("a kept state could not be moved", exc_info=error)
             words = f"{type(error).__name__}: {error}"
             if isinstance(command, Export):
-                self._post(HostingRefused(command.reply, StateRefused(words)))
+                self._post(Refused(command.reply, StateRefused(words)))
             else:
                 self._device.release((command.part.snapshot,))
                 # Not the state's fault, as far as anybody knows: its file stays.
-                self._post(HostingRefused(command.reply, NoRoom(words)))
+                self._post(Refused(command.reply, NoRoom(words)))
 
     def _launch(self, plan: StepPlan) -> None:
         if self._under_way and not self._device.overlaps(plan):

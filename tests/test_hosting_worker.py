@@ -8,15 +8,14 @@ import pytest
 import trio
 
 from mlx_troupe.actors.device_messages import (
+    Answered,
     Export,
-    Exported,
     GpuCommand,
-    HostingRefused,
     Import,
-    Imported,
     Launch,
     Open,
     Opened,
+    Refused,
     Settle,
     Settled,
     WorkerEvent,
@@ -85,16 +84,16 @@ async def test_a_state_leaves_in_slices_and_comes_back() -> None:
     layers: tuple[HostLayer, ...] = ()
     for first in (0, 1):
         event = rig.export(KEPT, first, 1)
-        assert isinstance(event, Exported)
-        layers += event.layers
+        assert isinstance(event, Answered)
+        layers += event.value
     end = rig.export(KEPT, 2, 1)
-    assert isinstance(end, Exported)
-    assert end.layers == ()
+    assert isinstance(end, Answered)
+    assert end.value == ()
     reply: Reply[SnapshotMade] = Reply()
     rig.conductor.perform(Import(StateSlice(BACK, HostState(3, layers)), reply))
     event = rig.events.pop()
-    assert isinstance(event, Imported)
-    assert event.made == SnapshotMade(BACK, 3, 3)
+    assert isinstance(event, Answered)
+    assert event.value == SnapshotMade(BACK, 3, 3)
     assert event.stats.snapshots == 2
     assert not reply.settled
     start = StartRow(B, IDS, Sampling(), FromSnapshot(BACK, 3))
@@ -110,23 +109,23 @@ async def test_what_is_refused_breaks_nothing(window: int | None) -> None:
     """Unknown ids, used ids and states of another kind are told apart from a broken device."""
     rig = Rig(ScriptedDevice(ModelInfo("m", 100, 100, frozenset({0}), trim_window=window)))
     event = rig.export(KEPT, 0, 9)
-    assert isinstance(event, Exported)
-    good = HostState(3, event.layers)
-    assert isinstance(rig.export(BACK, 0, 9), HostingRefused)
-    layer = replace(event.layers[0], kind="other")
+    assert isinstance(event, Answered)
+    good = HostState(3, event.value)
+    assert isinstance(rig.export(BACK, 0, 9), Refused)
+    layer = replace(event.value[0], kind="other")
     for snapshot, state in (
         (KEPT, good),
-        (BACK, HostState(3, event.layers[:1])),
+        (BACK, HostState(3, event.value[:1])),
         (BACK, HostState(3, (layer, layer))),
         (BACK, HostState(3, ())),
     ):
         rig.conductor.perform(Import(StateSlice(snapshot, state), Reply()))
         refused = rig.events.pop()
-        assert isinstance(refused, HostingRefused)
+        assert isinstance(refused, Refused)
         assert isinstance(refused.error, StateRefused)
     assert set(rig.device.snapshots) == {KEPT}
     rig.conductor.perform(Import(StateSlice(BACK, good), Reply()))
-    assert isinstance(rig.events.pop(), Imported)
+    assert isinstance(rig.events.pop(), Answered)
 
 
 class Poor(ScriptedDevice):
@@ -146,11 +145,11 @@ async def test_a_move_that_fails_costs_no_row(caplog: pytest.LogCaptureFixture) 
     """Nor the file that a state came from; the rows' next step is made, and all of it is told."""
     rig = Rig(Poor())
     refused = rig.export(KEPT, 0, 9)
-    assert isinstance(refused, HostingRefused)
+    assert isinstance(refused, Refused)
     assert type(refused.error) is StateRefused
     rig.conductor.perform(Import(StateSlice(BACK, HostState(3, ())), Reply()))
     refused = rig.events.pop()
-    assert isinstance(refused, HostingRefused)
+    assert isinstance(refused, Refused)
     assert isinstance(refused.error, NoRoom)
     assert not rig.device.arriving
     rig.conductor.perform(Launch(StepPlan(StepId(9), decode=(A,))))
