@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mlx_troupe.runtime.device import ModelInfo
-    from mlx_troupe.runtime.requests import FinishReason, ScoredToken, Usage
+    from mlx_troupe.runtime.requests import ScoredToken
 
     from .metrics import Meter
     from .seams import Edge, GenerationLike
@@ -46,14 +46,9 @@ MAX_WARNING = 500
 class AnswerShape(ChunkShape, Protocol):
     """How one kind of answer is written, whole or in chunks."""
 
-    def answer(
-        self,
-        content: str,
-        reasoning: str,
-        reason: FinishReason,
-        usage: Usage,
-        scores: tuple[ScoredToken, ...] = (),
-    ) -> msgspec.Struct: ...
+    def answer(self, content: str, reasoning: str, finished: Finished) -> msgspec.Struct:
+        """The whole answer; ``finished`` has the scores of all its tokens."""
+        ...
 
 
 class MakeShape(Protocol):
@@ -167,10 +162,11 @@ async def _collect(generation: GenerationLike, meter: Meter, shape: AnswerShape)
             case TextDelta(channel, text, scored):
                 parts[channel].append(text)
                 scores += scored
-            case Finished(reason, usage, scored):
+            case Finished():
                 content = "".join(parts[Channel.CONTENT])
                 reasoning = "".join(parts[Channel.REASONING])
-                return shape.answer(content, reasoning, reason, usage, (*scores, *scored))
+                finished = replace(event, scores=(*scores, *event.scores))
+                return shape.answer(content, reasoning, finished)
             case Failed(error):
                 raise error
             case _:

@@ -17,7 +17,6 @@ from mlx_troupe.runtime.requests import (
     Channel,
     ChatPrompt,
     Finished,
-    FinishReason,
     ScoredToken,
     TextDelta,
     Usage,
@@ -168,14 +167,7 @@ class ChatShape:
             self.id, "chat.completion.chunk", self.created, self.model, (), usage_block(usage)
         )
 
-    def answer(
-        self,
-        content: str,
-        reasoning: str,
-        reason: FinishReason,
-        usage: Usage,
-        scores: tuple[ScoredToken, ...] = (),
-    ) -> ChatAnswer:
+    def answer(self, content: str, reasoning: str, finished: Finished) -> ChatAnswer:
         """The whole answer."""
         thought = reasoning or UNSET
         message = AnswerMessage("assistant", content, thought, thought)
@@ -184,8 +176,8 @@ class ChatShape:
             "chat.completion",
             self.created,
             self.model,
-            (AnswerChoice(0, message, reason.value, _block(scores)),),
-            usage_block(usage),
+            (AnswerChoice(0, message, finished.reason.value, _block(finished.scores)),),
+            usage_block(finished.usage),
         )
 
     def _chunk(

@@ -15,7 +15,6 @@ from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.requests import (
     Finished,
-    FinishReason,
     ScoredToken,
     TextDelta,
     TextPrompt,
@@ -123,17 +122,11 @@ class CompletionShape:
         """Usage without a choice, when asked for."""
         return self._whole((), usage_block(usage)) if self.include_usage else None
 
-    def answer(
-        self,
-        content: str,
-        reasoning: str,
-        reason: FinishReason,
-        usage: Usage,
-        scores: tuple[ScoredToken, ...] = (),
-    ) -> TextCompletion:
+    def answer(self, content: str, reasoning: str, finished: Finished) -> TextCompletion:
         """The whole answer."""
-        choice = TextChoice(0, reasoning + content, reason.value, self._block(scores))
-        return self._whole((choice,), usage_block(usage))
+        block = self._block(finished.scores)
+        choice = TextChoice(0, reasoning + content, finished.reason.value, block)
+        return self._whole((choice,), usage_block(finished.usage))
 
     def _block(self, scores: tuple[ScoredToken, ...]) -> TextLogprobs | None:
         if not scores:
