@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..adapter_fit import AdapterTarget, Fit, fit
 from ..adapters import CONFIG_FILE, WEIGHT_FILES, AdapterDescription, AdapterInfo, inspect_adapter
 from ..errors import AdapterError
-from .adapter_layers import Pair
+from .adapter_pairs import Pair
 
 _Tensors = Mapping[str, mx.array]
 

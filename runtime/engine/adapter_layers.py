@@ -4,79 +4,21 @@ A stand-in computes the module's own result first and adds to it. Where all rows
 have the same ones, it adds ``scale · ((x · a) · b)`` in mlx-lm's order of operations, and rows
 without keep their bits. Where rows differ, the pairs of all adapters lie side by side as one pair
 of all their ranks, and between its two products each row keeps only the columns of its own
-adapters: four operations a module, whatever the rows take. A row that keeps none adds zeros. Runs
-on the device thread. Knows columns of stacks, not adapters, rows or folders.
+adapters: three kernels in a trace, whatever the rows take. A row that keeps none adds zeros, which
+changes no number. Runs on the device thread. Knows columns of stacks, not adapters, rows or
+folders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-_LEAST_WIDTH = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A low-rank pair in mlx-lm's shapes.
-
-    A linear layer's: ``a`` [inputs, rank], ``b`` [rank, outputs]. Experts': ``a`` [experts, rank,
-    inputs], ``b`` [experts, outputs, rank]. An embedding's: ``a`` [vocabulary, rank], ``b`` [rank,
-    width].
-    """
-
-    a: mx.array
-    b: mx.array
-    scale: float
-
-
-class Span(NamedTuple):
-    """Columns of a stack that are one adapter's: its number, how many, and what they count."""
-
-    adapter: int
-    rank: int
-    scale: float
-
-
-class Part(NamedTuple):
-    """A pair on its way into a stack.
-
-    ``before`` and ``behind`` are outputs of the stack's module that are not the pair's.
-    """
-
-    adapter: int
-    pair: Pair
-    before: int = 0
-    behind: int = 0
-
-
-class Stack:
-    """Several pairs of one module side by side: a pair whose rank is all of theirs.
-
-    The rank is filled up to a power of two with zeros, so that a step's shape says little about
-    who takes part. ``spans`` say whose columns are whose.
-    """
-
-    def __init__(self, parts: Sequence[Part], *, of_experts: bool) -> None:
-        self.spans = tuple(Span(p.adapter, _rank(p.pair, of_experts), p.pair.scale) for p in parts)
-        used = sum(span.rank for span in self.spans)
-        self.width = max(_LEAST_WIDTH, 1 << (used - 1).bit_length())
-        in_a, in_b = (1, 2) if of_experts else (1, 0)
-        self.a = _filled(mx.concatenate([p.pair.a for p in parts], in_a), in_a, self.width)
-        self.b = _filled(mx.concatenate([_widened(p) for p in parts], in_b), in_b, self.width)
-
-
-class Traced:
-    """A stack within a trace: other arrays of the same shapes, and the same columns."""
-
-    def __init__(self, stack: Stack | Traced, a: mx.array, b: mx.array) -> None:
-        self.spans: tuple[Span, ...] = stack.spans
-        self.width: int = stack.width
-        self.a, self.b = a, b
+from .adapter_pairs import Pair, Span, Stack, Traced
 
 
 class Takers:
@@ -186,7 +128,7 @@ class AdaptedLinear:
         y: mx.array = self._base(x)
         match self._residuals:
             case Blend() as blend:
-                y = _plus(y, blend.own(x @ blend.stack.a), blend.stack.b)
+                y = _plus(y, blend.own(_flat(x) @ blend.stack.a), blend.stack.b)
             case terms:
                 for term in terms or ():
                     y = term.added(y, (x @ term.pair.a) @ term.pair.b, x.dtype)
@@ -206,7 +148,7 @@ class AdaptedEmbedding:
         y: mx.array = self._base(ids)
         match self._residuals:
             case Blend() as blend:
-                y = _plus(y, blend.own(blend.stack.a[ids]), blend.stack.b)
+                y = _plus(y, blend.own(blend.stack.a[ids.flatten()]), blend.stack.b)
             case terms:
                 for term in terms or ():
                     y = term.added(y, term.pair.a[ids] @ term.pair.b, y.dtype)
@@ -218,7 +160,7 @@ class AdaptedEmbedding:
         y: mx.array = self._base.as_linear(x)
         match self._head:
             case Blend() as blend:
-                y = _plus(y, blend.own(x @ blend.stack.b.T), blend.stack.a.T)
+                y = _plus(y, blend.own(_flat(x) @ blend.stack.b.T), blend.stack.a.T)
             case terms:
                 for term in terms or ():
                     y = term.added(y, (x @ term.pair.b.T) @ term.pair.a.T, x.dtype)
@@ -290,25 +232,6 @@ class AdaptedExperts:
         return mx.where(taken.reshape(-1, *[1] * (y.ndim - 1)), total, y)
 
 
-def _rank(pair: Pair, of_experts: bool) -> int:
-    return int(pair.b.shape[2 if of_experts else 0])
-
-
-def _widened(part: Part) -> mx.array:
-    """A pair's second half with outputs of zeros around its own."""
-    b = part.pair.b
-    if not (part.before or part.behind):
-        return b
-    return mx.pad(b, [(0, 0), (part.before, part.behind)])
-
-
-def _filled(array: mx.array, axis: int, width: int) -> mx.array:
-    missing = width - array.shape[axis]
-    if not missing:
-        return mx.contiguous(array)
-    return mx.pad(array, [(0, missing if n == axis else 0) for n in range(array.ndim)])
-
-
 def _repeats(length: int, num_rows: int) -> int:
     repeats, rest = divmod(length, num_rows)
     if rest:
@@ -321,11 +244,16 @@ def _weighted(z: mx.array, shares: mx.array) -> mx.array:
     return mx.where(shares == 0, 0, shares * z)
 
 
+def _flat(x: mx.array) -> mx.array:
+    """``x`` [n, width]: without this MLX's ``addmm`` takes one product a row on a CPU."""
+    return x.flatten(0, -2)
+
+
 def _plus(y: mx.array, z: mx.array, b: mx.array) -> mx.array:
-    """``y`` + ``z`` · ``b`` in the type of ``y``."""
-    if y.dtype == z.dtype == b.dtype:
-        return mx.addmm(y, z, b)
-    return y + (z @ b).astype(y.dtype)
+    """``y`` + ``z`` [n, width] · ``b`` in the type and shape of ``y``."""
+    flat, same = _flat(y), y.dtype == z.dtype == b.dtype
+    made = mx.addmm(flat, z, b) if same else flat + (z @ b).astype(y.dtype)
+    return made.reshape(y.shape)
 
 
 def _of_experts(x: mx.array, halves: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import mlx.core as mx
 
 from .adapter_files import Adapter
-from .adapter_layers import Pair, Part, Stack, Traced
+from .adapter_pairs import Pair, Part, Stack, Traced
 from .fusing import JointProduct, product_of
 
 Use: TypeAlias = Literal["pairs", "heads"]
