@@ -764,15 +764,15 @@ def test_a_chunk_is_what_fits_its_time(
         sizer.saw(prefilled=0, decoded=4, seconds=decode_seconds)
         n = sizer.chunk if turn % 3 else max(1, sizer.chunk // 2)
         took = pass_seconds + n * token_seconds + decode_seconds
-        sizer.saw(prefilled=n, decoded=4, seconds=took)
+        sizer.saw(prefilled=n, decoded=4, seconds=took, pairs=n * n // 2)
     assert sizer.chunk == chunk
 
 
 def test_more_waiting_rows_than_running_ones_get_more_of_a_step() -> None:
     """Four times, so that one running row does not hold fifteen first tokens back."""
     sizer = ChunkSizer()
-    for n in (16, 32, 64, 128, 256, 512):
-        sizer.saw(prefilled=n, decoded=0, seconds=n * 0.004)
+    for n in (16, 32, 64, 128, 256, 512) * 3:
+        sizer.saw(prefilled=n, decoded=0, seconds=n * 0.004, pairs=n * n // 2)
     assert sizer.budget(pending=1, running=1) == 48
     assert sizer.budget(pending=2, running=1) == 192
     assert sizer.budget(pending=15, running=1) == 192
@@ -785,11 +785,11 @@ def test_a_device_that_cannot_be_interrupted_gets_five_seconds_at_a_time() -> No
     sizer = ChunkSizer()
     assert sizer.budget(pending=1, running=0, blocking=True) == 512
     for n in (64, 128, 512):
-        sizer.saw(prefilled=n, decoded=0, seconds=0.1 + n * 0.004)
+        sizer.saw(prefilled=n, decoded=0, seconds=0.1 + n * 0.004, pairs=n * n // 2)
     assert sizer.budget(pending=1, running=0, blocking=True) == 1024
     assert sizer.budget(pending=1, running=0) == MAX_CHUNK
     for _ in range(40):
-        sizer.saw(prefilled=512, decoded=0, seconds=512 * 0.1)
+        sizer.saw(prefilled=512, decoded=0, seconds=512 * 0.1, pairs=512 * 256)
     assert sizer.budget(pending=1, running=0, blocking=True) == 256
 
 
@@ -819,8 +819,8 @@ def test_a_handful_of_tokens_does_not_shrink_the_chunk() -> None:
     """A few tokens cost as much as a pass over the weights; that is not their price each."""
     sizer = ChunkSizer()
     for n in (64, 128, 256, 512):
-        sizer.saw(prefilled=n, decoded=0, seconds=0.05 + n * 0.0005)
+        sizer.saw(prefilled=n, decoded=0, seconds=0.05 + n * 0.0005, pairs=n * n // 2)
     before = sizer.chunk
     for _ in range(5):
-        sizer.saw(prefilled=3, decoded=0, seconds=0.0515)
-    assert sizer.chunk == before
+        sizer.saw(prefilled=3, decoded=0, seconds=0.0515, pairs=4)
+    assert sizer.chunk >= before

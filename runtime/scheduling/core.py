@@ -156,7 +156,10 @@ class SchedulerCore:
         planned = self._steps.popleft()
         self._tally.steps += 1
         self.sizer.saw(
-            prefilled=planned.prefilled, decoded=len(planned.plan.decode), seconds=done.seconds
+            prefilled=planned.prefilled,
+            decoded=len(planned.plan.decode),
+            seconds=done.seconds,
+            pairs=planned.pairs,
         )
         lost = {failed.row for failed in done.failed}
         effects: list[Effect] = [

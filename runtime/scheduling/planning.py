@@ -56,13 +56,17 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step with what must be remembered until it settles."""
+    """A step with what must be remembered until it settles.
+
+    ``pairs``: of each of the ``prefilled`` tokens with those before it, summed.
+    """
 
     plan: StepPlan
     keeps: tuple[PendingKeep, ...]
     started: tuple[Row, ...]
     leases: tuple[Lent, ...]
     prefilled: int
+    pairs: int
 
 
 class Planner:
@@ -95,6 +99,7 @@ class Planner:
         starts, started, waits = self._starts(rows, model)
         ends = tuple(row.id for row in rows if row.phase is Phase.ENDING)
         prefill = self._prefill(rows, model, waits)
+        pairs = _pairs(prefill, rows)
         decode = self._decode(rows, model, waits)
         if not (keeps or starts or ends or prefill or decode):
             return None
@@ -112,6 +117,7 @@ class Planner:
             tuple(started),
             tuple(_lent(starts, started)),
             sum(part.count for part in prefill),
+            pairs,
         )
 
     def _keeps(self, rows: list[Row], model: ModelInfo) -> list[tuple[KeepRow, PendingKeep]]:
@@ -214,13 +220,18 @@ class Planner:
     def _budget(self, pending: list[Row], running: int, model: ModelInfo) -> int:
         """Tokens of the next step, for rows in prefill by age beside ``running`` ones."""
         blocking = not model.launches_ahead
-        budget = self._sizer.budget(pending=len(pending), running=running, blocking=blocking)
         short = short_ones(pending)
+        # The deepest of those that have a claim to it.
+        depth = max(row.processed for row in (pending[0], *short[:1]))
+        budget = self._sizer.budget(
+            pending=len(pending), running=running, blocking=blocking, depth=depth
+        )
         if running or not short or pending[0].remaining <= budget:
             return budget
         # Whoever is about to have its first token must not wait for as much as fits where nobody
         # waits for anything.
-        less = min(budget, self._sizer.budget(pending=len(pending), running=1))
+        beside = self._sizer.budget(pending=len(pending), running=1, depth=depth)
+        less = min(budget, beside)
         return less if short[0].remaining <= less // 2 else budget
 
     def _decode(
@@ -246,6 +257,12 @@ class Planner:
             row.processed += 1
             chosen.append(row)
         return chosen
+
+
+def _pairs(parts: list[PrefillRow], rows: list[Row]) -> int:
+    """Pairs of a token of the chunks and one before it; their rows stand behind them already."""
+    ends = {row.id: row.processed for row in rows}
+    return sum(part.count * (ends[part.row] - part.count // 2) for part in parts)
 
 
 def _lent(starts: list[StartRow], started: list[Row]) -> Iterator[Lent]:
