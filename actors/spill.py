@@ -1,45 +1,37 @@
 """The spill actor: kept states on their way to the disk, and on their way back.
 
 Its tasks run on trio's thread: one takes messages, one brings states back (``restores.py``), some
-write. Nobody who computes waits for any of them. A state leaves the device in slices between
-steps, and is written on a thread; one that is asked for goes before those that only want to be
-safe. What is wrong with the disk is counted and told once, and to everyone else it is a miss.
+write (``saves.py``). Nobody who computes waits for any of them. What is wrong with the disk is
+counted and told once, and to everyone else it is a miss.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import trio
 
 from mlx_troupe.runtime.device import SnapshotId
-from mlx_troupe.runtime.errors import StateRefused, Unavailable
-from mlx_troupe.runtime.spill.faults import SpillFault, TooLarge, Unfit
-from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
-from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
+from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.spill.faults import SpillFault
+from mlx_troupe.runtime.spill.queue import SaveQueue
 
-from .device_messages import Export, GpuCommand, Release
+from .device_messages import GpuCommand, Release
 from .disk import Disk
 from .gpu import GpuView
 from .mailbox import Mailbox
 from .messages import CacheMessage, DeviceLost, SpillMessage
-from .reply import Bell, Reply
+from .reply import Bell
 from .restores import Restores
+from .saves import Saves
 from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Save
 from .telling import Complaints
 
 QUEUE_BYTES = 2 << 30
 """Bytes of states that may wait to be written; one more is dropped and counted."""
-SLICE_BYTES = 8 << 20
-"""How much of a state leaves the device at a time, in whole layers."""
-ALL_LAYERS = 1 << 20
-BUSY_EXPORT_RATE = 256 << 20
-"""Bytes a second that leave the device while rows run, so that copies cost steps a few per cent."""
-BUSY_REST = 4.0
-"""While rows run, the pause after a write, in units of its own time: on a machine without cores to
-spare, a writer that never rests would take its share from the steps."""
 CHECKPOINTS = 4
 """States of running rows that are saved at once. What is asked for between two steps comes together
 so that rows need not wait for one another."""
@@ -77,7 +69,6 @@ class SpillActor:
         self._mailbox = mailbox
         self._disk = disk
         self._gpu = gpu
-        self._view = view
         self._counts = counts
         self._ready = ready
         self._flushes: list[FlushDisk] = []
@@ -93,6 +84,16 @@ class SpillActor:
             bell=self._bell,
             complaints=self._complaints,
         )
+        self._saves = Saves(
+            queue,
+            disk,
+            self._restores,
+            gpu=gpu,
+            view=view,
+            bell=self._bell,
+            complaints=self._complaints,
+            is_hurried=lambda: bool(self._flushes),
+        )
         # The folder cannot be opened: nothing is written until it is tried again.
         self._is_shut = False
 
@@ -103,9 +104,9 @@ class SpillActor:
             nursery.start_soon(self._lose_patience)
             await self._open()
             nursery.start_soon(self._restores.run)
-            nursery.start_soon(self._save_all)
+            nursery.start_soon(partial(self._saves.run, urgent=False))
             for _ in range(CHECKPOINTS):
-                nursery.start_soon(self._save_checkpoints)
+                nursery.start_soon(partial(self._saves.run, urgent=True))
 
     def abandon(self, reason: str) -> None:
         """Saves are lost; whoever waits is answered, and states that only waited are let go."""
@@ -150,14 +151,8 @@ class SpillActor:
                     self.queue.lost()
                 case _:
                     assert_never(message)
-            self._release()
+            self._saves.release()
             self._bell.ring()
-
-    def _release(self) -> None:
-        """Tell the device of states that nobody needs any more."""
-        freed = self.queue.take_freed()
-        if freed:
-            self._gpu.post(Release(freed))
 
     async def _open(self) -> None:
         while True:
@@ -179,117 +174,6 @@ class SpillActor:
     async def _lose_patience(self) -> None:
         await trio.sleep(OPEN_PATIENCE)
         self._ready()
-
-    # ---- to the disk ---------------------------------------------------------------------
-
-    async def _save_all(self) -> None:
-        while True:
-            candidate = None if self._restores.is_busy else self._next()
-            if candidate is None:
-                await self._bell.wait()
-                continue
-            seconds = await self._save(candidate)
-            self._release()
-            self._bell.ring()
-            await self._rest(BUSY_REST * seconds)
-
-    async def _save_checkpoints(self) -> None:
-        """Save states of rows that run. No rests: the rows' own pace is one."""
-        while True:
-            candidate = self._next(urgent=True)
-            if candidate is None:
-                await self._bell.wait()
-                continue
-            await self._save(candidate)
-            self._release()
-            self._bell.ring()
-
-    def _next(self, *, urgent: bool = False) -> Candidate | None:
-        before = len(self.queue)
-        candidate = self.queue.take(trio.current_time(), urgent=urgent)
-        self._release()
-        if len(self.queue) != before:
-            # Some were given up, and a flush may have waited for nothing else.
-            self._bell.ring()
-        return candidate
-
-    async def _save(self, candidate: Candidate, *, whole: bool = False) -> float:
-        """Write a state, or learn why not; how many seconds the disk took.
-
-        ``whole``: it is not to continue what is on the disk.
-        """
-        if self._disk.holds(candidate):
-            self.queue.needless(candidate)
-            return 0.0
-        try:
-            state = await self._export(candidate, whole)
-        except (StateRefused, Unavailable) as error:
-            # It was released by somebody's crash, lost with its device, or has no form as bytes.
-            self._complaints.warn("export", f"a kept state cannot be exported: {error.message}")
-            self.queue.failed(candidate)
-            return 0.0
-        self.queue.exported(candidate)
-        self._release()
-        await self._after_restores(candidate)
-        began = trio.current_time()
-        if not self.queue.may_write(candidate, _file_bytes(state), began):
-            return 0.0
-        try:
-            written = await self._disk.save(candidate, state)
-        except SpillFault as fault:
-            if isinstance(fault, Unfit) and state.first:
-                # Its form has changed (a row's keys are encoded from some length on), or what it
-                # was to continue is gone.
-                return await self._save(candidate, whole=True)
-            self._complaints.fault(fault)
-            if isinstance(fault, TooLarge):
-                self.queue.unfitting(candidate)
-            else:
-                self.queue.failed(candidate)
-        else:
-            self._complaints.forget()
-            self.queue.written(candidate, written, trio.current_time())
-        return trio.current_time() - began
-
-    async def _export(self, candidate: Candidate, whole: bool) -> HostState:
-        layers: list[HostLayer] = []
-        model = self._view.model
-        self.queue.copies = model is None or model.launches_ahead
-        goes_on = candidate.is_urgent and not whole
-        since = self._disk.continued(candidate) if goes_on else 0
-        length = len(candidate.ids)
-        self.queue.copying(candidate, candidate.nbytes * (length - since) // length)
-        # A CPU copies nothing to let bytes go, so it need not be asked between many steps; and what
-        # a running row has gained is little.
-        copies = (model is None or model.launches_ahead) and not since
-        count = 1 if copies else ALL_LAYERS
-        while True:
-            await self._after_restores(candidate)
-            reply: Reply[tuple[HostLayer, ...]] = Reply()
-            self._gpu.post(Export(candidate.snapshot, len(layers), count, reply, since))
-            part = await reply.wait()
-            layers += part
-            if len(part) < count:
-                state = HostState(length, tuple(layers), since)
-                self.queue.copying(candidate, nbytes(state))
-                return state
-            size = sum(len(array.data) for layer in part for array in layer.arrays)
-            if not candidate.is_urgent:
-                await self._rest(size / BUSY_EXPORT_RATE)
-            count = max(1, SLICE_BYTES * count // max(size, 1))
-
-    async def _after_restores(self, candidate: Candidate) -> None:
-        while not candidate.is_urgent and self._restores.is_busy:
-            await self._bell.wait()
-
-    async def _rest(self, seconds: float) -> None:
-        """Leave the machine to the rows that run, unless somebody waits or states would be lost."""
-        until = trio.current_time() + seconds
-        while trio.current_time() < until:
-            if self._flushes or self.queue.is_pressed or not self._view.stats.rows:
-                return
-            with trio.move_on_at(until):
-                await self._bell.wait()
 
     # ---- all of it -----------------------------------------------------------------------
 
@@ -329,8 +213,3 @@ class SpillActor:
         key = f"reported_{names[0]}"
         before, self._counts[key] = self._counts[key], now
         return now - before
-
-
-def _file_bytes(state: HostState) -> int:
-    """At most what a file of a state takes: its arrays, its ids, and what is said of each array."""
-    return nbytes(state) + 8 * state.length + 1024 * (1 + len(state.layers))
