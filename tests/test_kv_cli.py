@@ -13,9 +13,10 @@ from tiny import make_checkpoint, prompt
 
 from mlx_troupe.actors.system import open_runtime
 from mlx_troupe.http.cli import models
+from mlx_troupe.http.cli.banner import banner
 from mlx_troupe.http.cli.errors import plain_error
 from mlx_troupe.http.cli.main import cli
-from mlx_troupe.http.cli.serve import banner, run_server
+from mlx_troupe.http.cli.serve import run_server
 from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.runtime.device import KVLayers, ModelInfo
 from mlx_troupe.runtime.engine import tokenizer

@@ -16,9 +16,9 @@ from mlx_troupe.actors.checkpoints import Checkpoints
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.http.app import create_app
+from mlx_troupe.http.cli.banner import banner, tell_of_flush
 from mlx_troupe.http.cli.main import cli
 from mlx_troupe.http.cli.options import Folder, ssd_settings
-from mlx_troupe.http.cli.serve import banner, tell_of_flush
 from mlx_troupe.http.metrics import COUNTERS, GAUGES
 from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import ScriptedRuntime

@@ -7,7 +7,6 @@ it. The address answers while the model loads (``/health`` says so); the banner 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import socket
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...runtime.adapter_table import mountings
-from ...runtime.budgets import in_words, why_no_cache
 from ...runtime.requests import Hlg
 from ...runtime.settings import Settings
+from .banner import banner, tell_of_flush
 from .options import (
     GIB,
     Number,
@@ -39,13 +37,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import trio
 
-    from ...actors.spill_messages import FlushReport
-    from ...runtime.device import ModelInfo
-    from ..seams import HttpSettings
     from ..server import Stop
 
 EPILOG = """\b
@@ -58,7 +51,6 @@ Examples:
 Ctrl-C lets running answers end; a second Ctrl-C stops at once.
 """
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOOPBACK = ("127.", "localhost", "::1")
 SAVE_SECONDS = 90.0
 """How long a stop may take to write kept prompts: with the 30 s that running answers have it comes
 to two minutes."""
@@ -279,73 +271,6 @@ async def run_server(settings: Settings, host: str, port: int, flags: dict[str, 
             nursery.start_soon(_tell_of_stop, stop)
             model = await runtime.wait_ready()
             click.echo(banner(settings, model, http, urls[0], runtime.stats().get("ssd_cache")))
-
-
-def banner(
-    settings: Settings, model: ModelInfo, http: HttpSettings, url: str, ssd: Any = None
-) -> str:
-    """What is served, where, and a line to try it with. ``ssd``: ``/stats.ssd_cache``."""
-    window = f"{model.context_window:,} tokens" if model.context_window else "unknown"
-    rows = f"up to {settings.batch} together" if model.batchable else f"one ({model.lone_reason})"
-    hello = [{"role": "user", "content": "Hello!"}]
-    # A small model may go on to the end of its window, with nothing to be seen until then.
-    body = json.dumps({"messages": hello, "max_tokens": 200})
-    lines = [
-        f"model    {model.name}",
-        f"device   {model.device}",
-        f"context  {window}; requests: {rows}",
-        *(f"kv       {line}" for line in _kept(model)),
-        *([f"cache    off: {why}"] if (why := why_no_cache(settings)) else []),
-        *([f"ssd      {_on_disk(ssd)}"] if ssd else []),
-        *([f"limits   {limits}"] if (limits := in_words(settings, model)) else []),
-    ]
-    if settings.adapters:
-        lines.append(f"adapter  {' + '.join(start.id for start in mountings(settings.adapters))}")
-    lines.append(f"address  {url}/v1")
-    if not http.host.startswith(LOOPBACK):
-        lines.append("         Anyone who can reach this address can use it: there is no password.")
-    lines += [
-        "",
-        "Try it:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"    -d '{body}'",
-        "",
-        "Ctrl-C stops.",
-    ]
-    return "\n".join(lines)
-
-
-def _on_disk(ssd: dict[str, Any]) -> str:
-    """The folder, and what earlier servers left in it: of this model or of others."""
-    return f"{ssd['dir']} (prompts: {ssd['entries']:,}, {ssd['bytes'] / 1e6:,.1f} MB)"
-
-
-def tell_of_flush(report: FlushReport | None) -> None:
-    """Say, at a stop, which prompts are lost; nothing when none are. None: nobody knows."""
-    if report is None:
-        click.echo("SSD cache: it is not known whether all kept prompts were written.", err=True)
-        return
-    lost = max(report.missing - report.crowded, report.pending)
-    # Those that failed and are still in memory are missing.
-    gone = report.dropped + max(report.failed - lost, 0)
-    told = (
-        (lost, "not written"),
-        (gone, "given up before"),
-        (report.crowded, "left out for want of room"),
-    )
-    for count, what in told:
-        if count:
-            prompts = "1 kept prompt was" if count == 1 else f"{count} kept prompts were"
-            click.echo(f"SSD cache: {prompts} {what}.", err=True)
-
-
-def _kept(model: ModelInfo) -> Iterator[str]:
-    """How keys and values are kept, if not as the model makes them, as the arrays say."""
-    if model.kv_scheme == "off":
-        return
-    for alike in model.kv_layers:
-        size = f", {alike.bytes_per_token} bytes a token" if alike.bytes_per_token else ""
-        yield f"{alike.layers} {alike.kind} layers: {alike.form}{size} each"
 
 
 async def _tell_of_stop(stop: Stop) -> None:
