@@ -30,6 +30,7 @@ from mlx_troupe.runtime.requests import (
     StreamTicket,
     TokenPrompt,
 )
+from mlx_troupe.runtime.resume import files as resume_files
 from mlx_troupe.runtime.resume.files import MAX_FILES, RecordFiles
 from mlx_troupe.runtime.resume.identity import Asked, identity_of
 from mlx_troupe.runtime.resume.records import Record
@@ -95,6 +96,33 @@ def test_opening_clears_what_is_left_over(tmp_path: Path) -> None:
     assert "other.txt" in names
     assert "x.0.part" not in names
     assert len(names) == MAX_FILES + 1
+
+
+def test_no_server_fills_its_folder_with_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than so many the one that was written first goes, but not if it was since."""
+    monkeypatch.setattr(resume_files, "MAX_FILES", 3)
+    files = RecordFiles(tmp_path)
+    files.open()
+    for identity in ("a", "b", "c", "a", "d"):
+        files.write(replace(RECORD, identity=identity))
+    assert {path.stem for path in tmp_path.iterdir()} == {"a", "c", "d"}
+    files.remove("d")
+    files.write(replace(RECORD, identity="e"))
+    assert {path.stem for path in tmp_path.iterdir()} == {"a", "c", "e"}
+
+
+def test_records_are_kept_once_there_is_a_folder_for_them(tmp_path: Path) -> None:
+    """A disk that is mounted late is written to; its mount point before that is not."""
+    disk = tmp_path / "disk"
+    files = RecordFiles(disk / "answers")
+    with pytest.raises(FileNotFoundError):
+        files.write(RECORD)
+    assert not disk.exists()
+    disk.mkdir()
+    files.write(RECORD)
+    assert files.read("ab12") == RECORD
 
 
 async def test_a_folder_that_fails_is_counted_and_nothing_else(

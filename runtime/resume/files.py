@@ -1,12 +1,13 @@
 """Records of interrupted answers in a folder: one small file each, whole or not at all.
 
-Every method may wait for the disk: worker threads call them. What is read is compared with its
-digest; a file that is anything but what was written counts as none. Token ids are not readable as
-text, and files are their owner's alone.
+Every method may wait for the disk: worker threads call them, one at a time but for ``read``. What
+is read is compared with its digest; a file that is anything but what was written counts as none.
+Token ids are not readable as text, and files are their owner's alone.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
@@ -18,8 +19,8 @@ from ..device import TokenLogprobs
 from ..spill.files import Files
 from .records import Record
 
-MAX_FILES = 256
-"""Records that outlive a start; of more, those that were written first go."""
+MAX_FILES = 1024
+"""Records in the folder; of more, those that were written first go."""
 SUFFIX = ".answer"
 _MAGIC = b"mlx-troupe answer 1\n"
 _DIGEST_BYTES = 32
@@ -44,6 +45,8 @@ class RecordFiles:
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
         self._folder = folder
+        # In the order of writing, as far as this process knows.
+        self._written: OrderedDict[str, None] = OrderedDict()
         self._files = files or Files()
         self._names = count()
 
@@ -60,11 +63,29 @@ class RecordFiles:
                     found.append((self._files.look(path)[1], path))
             elif name.endswith(".part") and not self._files.is_being_written(path):
                 self._files.remove(path)
-        for _, path in sorted(found)[: max(0, len(found) - MAX_FILES)]:
-            self._files.remove(path)
+        self._written.update((path.stem, None) for _, path in sorted(found))
+        self._prune()
 
     def write(self, record: Record) -> None:
         """Keep a record, in place of an earlier one of its request. Raises OSError."""
+        try:
+            self._write(record)
+        except FileNotFoundError:
+            # Only now is the cache's own folder there, which others make.
+            self._files.list(self._folder.parent)
+            self._files.make_folder(self._folder)
+            self._write(record)
+        self._written[record.identity] = None
+        self._written.move_to_end(record.identity)
+        self._prune()
+
+    def _prune(self) -> None:
+        while len(self._written) > MAX_FILES:
+            identity, _ = self._written.popitem(last=False)
+            with suppress(OSError):
+                self._files.remove(self._path(identity))
+
+    def _write(self, record: Record) -> None:
         told = tuple((figure.chosen, figure.top) for figure in record.figures)
         body = msgspec.msgpack.encode(_Body(record.identity, record.seed, record.ids, told))
         data = memoryview(_MAGIC + _digest(body) + body)
@@ -106,6 +127,7 @@ class RecordFiles:
 
     def remove(self, identity: str) -> None:
         """Forget a record; none is fine. Raises OSError."""
+        self._written.pop(identity, None)
         self._files.remove(self._path(identity))
 
     def clear(self) -> None:
