@@ -138,7 +138,7 @@ async def _stream(
     body = EventStream(generation, shape(generation), meter, stack, keepalive, cursor)
     response = stream_response(body)
     if ticket is not None:
-        response.headers["X-Request-Id"] = ticket.name
+        response.headers["X-Stream-Id"] = ticket.name
         response.headers["X-Stream-Resumed"] = "true" if resumed else "false"
     return with_warnings(response, generation.warnings)
 

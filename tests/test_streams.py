@@ -289,7 +289,7 @@ async def test_unknown_streams() -> None:
         ({}, {"request_id": "two words"}),
         ({}, {"request_id": ""}),
         ({}, {"request_id": "x" * 129}),
-        ({"X-Request-Id": "x" * 129}, {}),
+        ({"X-Stream-Id": "x" * 129}, {}),
     ],
 )
 async def test_what_is_no_return(headers: dict[str, str], more: dict[str, Any]) -> None:
@@ -331,8 +331,32 @@ async def test_without_a_name_nothing_changes() -> None:
             return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
         plain = await trio.to_thread.run_sync(text)
-        named = {"extra_headers": {"X-Request-Id": "sdk"}}
+        named = {"extra_headers": {"X-Stream-Id": "sdk"}}
         assert await trio.to_thread.run_sync(lambda: text(**named)) == plain == "né 漢 😀 so"
+
+
+async def test_the_id_that_proxies_set_names_no_stream() -> None:
+    """Calls that share one do not meet, and none of them asks for ids or is held for a return."""
+    async with served() as (client, runtime):
+
+        def ask(content: str) -> httpx.Response:
+            body = {**CHAT, "messages": [{"role": "user", "content": content}]}
+            headers = {"X-Request-Id": f"{'long ' * 40}same"}
+            return client.post("/v1/chat/completions", json=body, headers=headers)
+
+        async with trio.open_nursery() as nursery:
+            replies: list[httpx.Response] = []
+
+            async def call(content: str) -> None:
+                replies.append(await trio.to_thread.run_sync(ask, content))
+
+            for content in ("one", "two"):
+                nursery.start_soon(call, content)
+        for reply in replies:
+            assert reply.status_code == 200
+            assert "\nid: " not in reply.text
+            assert "X-Stream-Id" not in reply.headers
+        assert not len(runtime._streams)
 
 
 def named(name: str, **more: Any) -> GenerationRequest:

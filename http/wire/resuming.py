@@ -1,7 +1,7 @@
 """Streams that a client may come back to: names, event ids, and what they mean.
 
 Pure functions and data. A stream has a name if the client gives it one: ``request_id`` in the body,
-else the header ``X-Request-Id``. Its events then carry ids; after a cut the client sends the same
+else the header ``X-Stream-Id``. Its events then carry ids; after a cut the client sends the same
 body under the same name, with the last id that it has read in the header ``Last-Event-ID``, and is
 sent what follows. Where nothing is known of the stream the reply is a 404, or, with ``restart`` in
 the body, the answer from its beginning.
@@ -46,7 +46,9 @@ def ticket_in(
 
     ``header`` looks one up, in any case; ``name`` and ``restarts`` are those of the body.
     """
-    name = name or header("x-request-id")
+    # Not X-Request-Id: proxies set it on requests that ask for nothing, and services pass one on to
+    # several calls.
+    name = name or header("x-stream-id")
     read = position_in(header)
     if name is None:
         if read is not None:
