@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from kv_rig import (
 from tiny import prompt
 
 from mlx_troupe.runtime.device import RowId
-from mlx_troupe.runtime.engine import layouts, steps
+from mlx_troupe.runtime.engine import attention, codecs, layouts, steps
 from mlx_troupe.runtime.engine.batch import RowBatch
 from mlx_troupe.runtime.engine.codecs import AffineCodec
 from mlx_troupe.runtime.engine.kvplan import KVPlan
@@ -60,6 +61,17 @@ def ragged_run(company: Company) -> None:
 def test_ragged_rows_equal_solo_rows(family: str, scheme: str, start: int) -> None:
     """Every scheme on plain and sliding layers, encoded from the start or half-way."""
     ragged_run(Company(family, with_start(SCHEMES[scheme], start)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", ["affine4", "affine8"])
+@pytest.mark.parametrize("side", [codecs, attention], ids=["batch", "lone rows"])
+def test_unpacked_attention_says_what_packed_says(
+    side: ModuleType, family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where MLX multiplies no packed keys: in the batch, or in the solo runs."""
+    monkeypatch.setattr(side, "packed_products", lambda: False)
+    ragged_run(Company(family, with_start(SCHEMES[scheme], 45)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

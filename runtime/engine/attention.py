@@ -74,14 +74,19 @@ def scaled_dot_product_attention(
     """mlx-lm's signature; raises TypeError for a mask that the model made of its own."""
     if isinstance(keys, mx.array):
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
-    if isinstance(keys, tuple | list) and not hasattr(cache, "bits"):
-        return _attend_shared(queries, keys, values, scale, mask, sinks)
+    if isinstance(keys, tuple | list) and not (hasattr(cache, "bits") and packed_products()):
+        return _attend_packed(queries, keys, values, scale, mask, sinks)
     if not (keys is values and isinstance(keys, AttentionView)):
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
     return keys.attend(queries, scale, window_of(mask), sinks)
 
 
-def _attend_shared(
+def packed_products() -> bool:
+    """Whether quantised keys and values can be multiplied as they are: not on CUDA, by MLX."""
+    return mx.default_device() == mx.cpu or not mx.cuda.is_available()
+
+
+def _attend_packed(
     queries: mx.array,
     keys: Sequence[mx.array],
     values: Sequence[mx.array],
@@ -89,19 +94,29 @@ def _attend_shared(
     mask: Any,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Quantised keys and values of another layer, which come without the cache that knows them.
+    """Quantised keys and values that come without the cache that knows them, or are in the way.
 
-    Raises TypeError for attention sinks, which mlx-lm's quantised attention has not.
+    They are without it where they are another layer's. Raises TypeError for attention sinks, which
+    mlx-lm's quantised attention has not.
     """
     if sinks is not None:
         raise TypeError("attention sinks with a quantised KV cache")
     width = queries.shape[-1]
     bits = keys[0].shape[-1] * 32 // width
     group_size = width // keys[1].shape[-1]
+    if not packed_products():
+        held, seen = (unpacked(part, bits, group_size) for part in (keys, values))
+        return attend_group(queries, held, seen, scale, mask, None)
     attended: mx.array = quantized_scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, group_size=group_size, bits=bits
     )
     return attended
+
+
+def unpacked(part: Sequence[mx.array], bits: int, group_size: int) -> mx.array:
+    """Keys or values [..., T, D] of their packed words, scales and biases."""
+    words, scales, biases = part
+    return mx.dequantize(words, scales, biases, group_size=group_size, bits=bits)
 
 
 def window_of(mask: Any) -> int | None:

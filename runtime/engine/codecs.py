@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import kernels
-from .attention import attend_group, attend_group_folded
+from .attention import attend_group, attend_group_folded, packed_products, unpacked
 from .rings import QuantizedRing, to_ring
 from .steps import Reach
 
@@ -134,7 +134,10 @@ class PlainCodec:
 
 
 class AffineCodec:
-    """MLX's affine quantisation of 4 or 8 bits, with mlx-lm's attention over packed arrays."""
+    """MLX's affine quantisation of 4 or 8 bits, with mlx-lm's attention over packed arrays.
+
+    Where these cannot be multiplied (CUDA) they are unpacked for each step.
+    """
 
     def __init__(self, bits: int, group_size: int = 64) -> None:
         self.bits = bits
@@ -160,15 +163,19 @@ class AffineCodec:
         """The operations of mlx-lm's quantised attention, in its order."""
         if sinks is not None:
             raise TypeError("attention sinks with a quantised KV cache")
+        if not packed_products():
+            keys, values = self._unpacked(stored[:3]), self._unpacked(stored[3:])
+            return PLAIN.attend(queries, (keys, values), scale, reach, None)
         n, heads, columns, width = queries.shape
         kv_heads = stored[0].shape[1]
         grouped = (queries * scale).reshape(n, kv_heads, heads // kv_heads, columns, width)
-        keys, values = ([mx.expand_dims(x, 2) for x in part] for part in (stored[:3], stored[3:]))
-        scores = self._matmul(grouped, keys, transpose=True)
+        packed = ([mx.expand_dims(x, 2) for x in part] for part in (stored[:3], stored[3:]))
+        packed_keys, packed_values = packed
+        scores = self._matmul(grouped, packed_keys, transpose=True)
         if (mask := reach.mask()) is not None:
             scores = mx.where(mask[:, :, None], scores, mx.finfo(scores.dtype).min)
         weights = mx.softmax(scores, axis=-1, precise=True)
-        output = self._matmul(weights, values, transpose=False)
+        output = self._matmul(weights, packed_values, transpose=False)
         return output.reshape(n, heads, columns, -1)
 
     def is_held_by(self, cache: Any) -> bool:
@@ -212,6 +219,9 @@ class AffineCodec:
             group_size=self.group_size,
             bits=self.bits,
         )
+
+    def _unpacked(self, part: Stored) -> mx.array:
+        return unpacked(part, self.bits, self.group_size)
 
     def _quantize(self, x: mx.array) -> list[mx.array]:
         return list(mx.quantize(x, group_size=self.group_size, bits=self.bits))
