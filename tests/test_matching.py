@@ -374,6 +374,14 @@ def test_large_schemas_compile_or_are_refused(compiler: GrammarCompiler) -> None
         compiler.compile(JsonGrammar(json.dumps(tree)))
 
 
+def test_an_object_of_two_thousand_properties_can_be_written(compiler: GrammarCompiler) -> None:
+    """Any of them may come next, which the engine counts each time."""
+    names = {f"k{number}": {"type": "integer"} for number in range(2000)}
+    grammar = schema(type="object", properties=names, additionalProperties=False)
+    assert accepts(compiler, grammar, '{"k3":1,"k1999":2}')
+    assert not accepts(compiler, grammar, '{"k2000":1}')
+
+
 def test_tokenizers_without_a_table_have_no_grammars() -> None:
     """Such a tokenizer says only what whole sequences spell."""
     tokenizer = ByteTokenizer()

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 KEPT = 64
 """Compiled grammars that are remembered: programs send the same schema again and again."""
+MAX_ITEMS = 10_000
+"""Of a place in a grammar: an object's optional properties make four each. The engine's own 2,000
+stop at 500 of them; ten times as many make masks that take longer than a step."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
@@ -150,7 +153,9 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         source = _source(grammar, reasoning)
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(
+            verbose_errors=False, max_items_in_row=MAX_ITEMS, step_max_items=10 * MAX_ITEMS
+        )
         matcher = LLMatcher(self._known_vocabulary(), source, log_level=0, limits=limits)
         if matcher.is_error():
             raise CannotCompile(_first_line(matcher.get_error()))
