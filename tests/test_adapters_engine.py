@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from adapter_rig import MODELS, Desk, Folders, json_of, settled_memory, summed
 from lora_rig import (
@@ -32,7 +33,8 @@ from mlx_troupe.runtime.device import (
     StartRow,
 )
 from mlx_troupe.runtime.engine import adapter_files
-from mlx_troupe.runtime.engine.adapter_layers import AdaptedLinear
+from mlx_troupe.runtime.engine.adapter_layers import AdaptedLinear, Blend, Shares
+from mlx_troupe.runtime.engine.adapter_pairs import Pair, Part, Stack
 from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.errors import AdapterError
 from mlx_troupe.runtime.requests import Sampling
@@ -327,6 +329,46 @@ def test_stacks_are_kept_from_step_to_step(desk: Callable[[str], Desk], folders:
     one.decode(2, 1, 2, 4)
     assert one.adapters._stacks is stacks
     assert not one.failed
+
+
+def test_adapters_that_go_unused_are_not_stacked_for_long(folders: Folders) -> None:
+    """Batches of two of four adapters, time and again: the others' columns are left out."""
+    model = load_oracle(folders.checkpoint("llama"))
+    adapters = Adapters(model, together=True)
+    revisions = [adapters.mount(x, folders.adapter("llama", x)).revision for x in "abcd"]
+    a, b, c, d = (adapters.chain([revision]) for revision in revisions)
+    adapters.shown([a, b, c, d])
+    assert len(adapters._stacks.alive) == 4
+    stacks: Any = adapters._stacks
+    for rows in range(1, 8):
+        adapters.shown([a, b] * rows)
+        adapters.shown([b, a] * rows)
+    assert adapters._stacks is stacks
+    for rows in range(8, 12):
+        adapters.shown([a, b] * rows)
+    assert [x.info.id for x in adapters._stacks.alive] == ["a", "b"]
+    adapters.shown([c, d, a])
+    assert {x.info.id for x in adapters._stacks.alive} == {"a", "b", "c", "d"}
+
+
+@pytest.mark.parametrize("wide", [mx.float32, mx.float16])
+def test_residuals_take_the_type_of_their_layer(wide: mx.Dtype) -> None:
+    """Adapters of another precision change no type, and what overflows in one row's is no other's.
+
+    The base row's own result comes out to the bit, though another's columns are infinite for it.
+    """
+    base = nn.Linear(32, 48, bias=False)
+    base.set_dtype(mx.float16)
+    x = mx.random.normal((3, 1, 32), key=mx.random.key(1)).astype(mx.float16)
+    a, b = mx.full((32, 4), 1e4, wide), mx.full((4, 48), 0.5, wide)
+    x[1] = 100.0
+    stack = Stack([Part(0, Pair(a, b, 2.0)), Part(1, Pair(a * 1e-5, b, 1.0))], of_experts=False)
+    y = AdaptedLinear(base, Blend(Shares([[0, 1], [0, 0], [0, 0]]), stack))(x)
+    assert y.dtype == mx.float16
+    assert bool(mx.isfinite(y).all().item())
+    assert bool((y[1:] == base(x)[1:]).all().item())
+    wanted = base(x)[0] + ((x[0] @ (a * 1e-5)) @ b).astype(mx.float16)
+    assert mx.abs(y[0] - wanted).max().item() < 0.02
 
 
 def test_half_precision_adapters_on_a_float32_model(folders: Folders, tmp_path: Path) -> None:

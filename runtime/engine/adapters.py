@@ -128,7 +128,7 @@ class Adapters:
         self._last_used.update(dict.fromkeys(wanted, self._batches))
         alive = self._stacks.alive
         used = [a for a in alive if self._batches - self._last_used[a] < _STAYS_FOR]
-        if not self._stacks.hold(wanted) or 2 * len(used) < len(alive):
+        if not self._stacks.hold(wanted) or 2 * len(used) <= len(alive):
             # Views and mixtures of before would keep the old stacks.
             self.forget()
             self._stacks = Stacks(self._model, [*used, *wanted])
