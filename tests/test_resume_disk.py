@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +112,15 @@ def test_no_server_fills_its_folder_with_records(
     files.remove("d")
     files.write(replace(RECORD, identity="e"))
     assert {path.stem for path in tmp_path.iterdir()} == {"a", "c", "e"}
+    for second, identity in enumerate("cae"):
+        os.utime(tmp_path / f"{identity}.answer", (second, second))
+    size = (tmp_path / "a.answer").stat().st_size
+    monkeypatch.setattr(resume_files, "MAX_BYTES", 2 * size + size // 2)
+    again = RecordFiles(tmp_path)
+    again.open()
+    assert {path.stem for path in tmp_path.iterdir()} == {"a", "e"}
+    again.write(replace(RECORD, identity="large", ids=tuple(range(9000)), figures=()))
+    assert {path.stem for path in tmp_path.iterdir()} == {"large"}
 
 
 def test_records_are_kept_once_there_is_a_folder_for_them(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from ..spill.files import Files
 from .records import Record
 
 MAX_FILES = 1024
-"""Records in the folder; of more, those that were written first go."""
+MAX_BYTES = 64 << 20
+"""Of records in the folder; of more, those that were written first go. Log-probabilities make a
+record large: some megabytes, for 20 of each of 8,192 tokens."""
 SUFFIX = ".answer"
 _MAGIC = b"mlx-troupe answer 1\n"
 _DIGEST_BYTES = 32
@@ -45,8 +47,8 @@ class RecordFiles:
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
         self._folder = folder
-        # In the order of writing, as far as this process knows.
-        self._written: OrderedDict[str, None] = OrderedDict()
+        # Their bytes, in the order of writing, as far as this process knows.
+        self._written: OrderedDict[str, int] = OrderedDict()
         self._files = files or Files()
         self._names = count()
 
@@ -55,40 +57,44 @@ class RecordFiles:
         # A parent that a path brings along would be anybody's to list.
         self._files.make_folder(self._folder.parent)
         self._files.make_folder(self._folder)
-        found: list[tuple[int, Path]] = []
+        found: list[tuple[int, str, int]] = []
         for name in self._files.list(self._folder):
             path = self._folder / name
             if name.endswith(SUFFIX):
                 with suppress(OSError):
-                    found.append((self._files.look(path)[1], path))
+                    size, written_ns = self._files.look(path)
+                    found.append((written_ns, path.stem, size))
             elif name.endswith(".part") and not self._files.is_being_written(path):
                 self._files.remove(path)
-        self._written.update((path.stem, None) for _, path in sorted(found))
+        self._written.update((identity, size) for _, identity, size in sorted(found))
         self._prune()
 
     def write(self, record: Record) -> None:
         """Keep a record, in place of an earlier one of its request. Raises OSError."""
         try:
-            self._write(record)
+            size = self._write(record)
         except FileNotFoundError:
             # Only now is the cache's own folder there, which others make.
             self._files.list(self._folder.parent)
             self._files.make_folder(self._folder)
-            self._write(record)
-        self._written[record.identity] = None
+            size = self._write(record)
+        self._written[record.identity] = size
         self._written.move_to_end(record.identity)
         self._prune()
 
     def _prune(self) -> None:
-        while len(self._written) > MAX_FILES:
-            identity, _ = self._written.popitem(last=False)
+        taken = sum(self._written.values())
+        while len(self._written) > 1 and (len(self._written) > MAX_FILES or taken > MAX_BYTES):
+            identity, size = self._written.popitem(last=False)
+            taken -= size
             with suppress(OSError):
                 self._files.remove(self._path(identity))
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record) -> int:
         told = tuple((figure.chosen, figure.top) for figure in record.figures)
         body = msgspec.msgpack.encode(_Body(record.identity, record.seed, record.ids, told))
         data = memoryview(_MAGIC + _digest(body) + body)
+        size = len(data)
         part = self._folder / f"{record.identity}.{next(self._names)}.part"
         try:
             fd = self._files.create(part)
@@ -100,6 +106,7 @@ class RecordFiles:
             finally:
                 self._files.close(fd)
             self._files.sync_folder(self._folder)
+            return size
         except OSError:
             with suppress(OSError):
                 self._files.remove(part)
