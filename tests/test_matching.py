@@ -334,7 +334,7 @@ def test_what_is_no_schema_is_refused_by_name(
         (schema(**{"not": {"type": "string"}}), "not"),
         (schema(type="string", pattern="(?=a)b"), "look-around"),
         (schema(type="string", pattern="("), "unclosed"),
-        (schema(type="string", format="bogus"), "bogus"),
+        (schema(type="string", format="iri"), "iri"),
         (schema(enum=[]), "nsatisfiable"),
         (schema(type="integer", minimum=5, maximum=3), "nsatisfiable"),
         (schema(**{"$ref": "#"}), "no text"),
@@ -342,6 +342,7 @@ def test_what_is_no_schema_is_refused_by_name(
         (schema(type="string", contains={}, **{"x-guidance": {"lenient": True}}), "contains"),
         (JsonGrammar(ANY_OBJECT, whitespace_pattern="("), "unclosed"),
         (RegexGrammar("("), "unclosed"),
+        (RegexGrammar("a\\"), "backslash"),
         (RegexGrammar(r"(a)\1"), "backreferences"),
         (ContextFreeGrammar("start: missing"), "missing"),
         (ContextFreeGrammar("!"), ""),
@@ -372,6 +373,31 @@ def test_large_schemas_compile_or_are_refused(compiler: GrammarCompiler) -> None
         tree = {"type": "object", "properties": wide}
     with pytest.raises(CannotCompile):
         compiler.compile(JsonGrammar(json.dumps(tree)))
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"type": "string", "format": "password"},
+        {"type": "array", "items": {"anyOf": [{"type": "string", "format": "file-path"}]}},
+        {"type": "object", "properties": {"enum": {"type": "string", "format": "uuid4"}}},
+    ],
+)
+def test_formats_that_the_standard_does_not_know_say_nothing(
+    compiler: GrammarCompiler, keywords: dict[str, Any]
+) -> None:
+    """Libraries write them into every second schema, whose rest is to be enforced."""
+    assert compiler.compile(schema(**keywords))
+
+
+def test_what_is_called_format_and_is_none_stays(compiler: GrammarCompiler) -> None:
+    """A property of this name, and values that hold such a key."""
+    named = schema(
+        type="object", properties={"format": {"const": {"format": "x"}}}, required=["format"]
+    )
+    assert accepts(compiler, named, '{"format":{"format":"x"}}')
+    assert not accepts(compiler, named, '{"format":{}}')
+    assert not accepts(compiler, schema(type="string", format="date"), '"x"')
 
 
 def test_an_object_of_two_thousand_properties_can_be_written(compiler: GrammarCompiler) -> None:

@@ -29,7 +29,7 @@ from ..grammars import (
     JsonGrammar,
     RegexGrammar,
 )
-from .schemas import check_schema
+from .schemas import check_schema, drop_other_formats
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -238,6 +238,7 @@ def _body(grammar: Grammar, reasoning: Reasoning | None) -> Mapping[str, object]
 def _schema(grammar: JsonGrammar) -> Mapping[str, object]:
     schema: dict[str, Any] = json.loads(grammar.schema)
     check_schema(schema, grammar.param)
+    drop_other_formats(schema)
     # Set here in any case: among the engine's own options is one to ignore what it cannot do.
     options: dict[str, object] = {"whitespace_flexible": False}
     if grammar.whitespace_pattern is not None:
@@ -250,6 +251,9 @@ def _schema(grammar: JsonGrammar) -> Mapping[str, object]:
 def _regex(pattern: str, reasoning: Reasoning | None) -> str:
     from llguidance import regex_to_lark
 
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        # The converter would leave it out.
+        raise CannotCompile("it ends in a backslash that escapes nothing")
     text = f"/{regex_to_lark(pattern, '')}/"
     if reasoning is None or reasoning.opened:
         return f"start: {text}\n"

@@ -27,6 +27,36 @@ DIALECTS = frozenset(
 DATA_KEYWORDS = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are data, in which nothing is a reference."""
 
+MAP_KEYWORDS = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+"""Keywords whose values hold schemas by names of the client's own."""
+
+FORMATS = frozenset(
+    {
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "idn-email",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+        "time",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    }
+)
+"""All that the standard defines; the engine knows most of them."""
+
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
     """Raise InvalidRequest, naming ``param``, for what is no JSON Schema.
@@ -53,6 +83,17 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
             )
 
 
+def drop_other_formats(schema: dict[str, Any]) -> None:
+    """Take every ``format`` out, in place, that the standard does not define.
+
+    Libraries write ``password``, ``path`` or ``binary`` there. By the standard these say nothing
+    about a text, and the engine would refuse the whole schema for one of them.
+    """
+    for part in _parts(schema):
+        if isinstance(name := part.get("format"), str) and name not in FORMATS:
+            del part["format"]
+
+
 def _refusal(schema: dict[str, Any]) -> tuple[str, str] | None:
     """Where a schema breaks its dialect's rules and how, or None."""
     # Imported when the first schema comes, as the grammar engine is.
@@ -66,18 +107,28 @@ def _refusal(schema: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _references(schema: Mapping[str, Any]) -> Iterator[str]:
+def _references(schema: dict[str, Any]) -> Iterator[str]:
     """All ``$ref`` by JSON pointer; others (anchors, other documents) are left to the engine."""
+    for part in _parts(schema):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            yield reference
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and all objects in it that may be schemas, but for data."""
     pending: list[Any] = [schema]
     while pending:
         value = pending.pop()
-        if isinstance(value, Mapping):
-            reference = value.get("$ref")
-            if isinstance(reference, str) and reference.startswith("#/"):
-                yield reference
-            pending += [item for key, item in value.items() if key not in DATA_KEYWORDS]
-        elif isinstance(value, list):
+        if isinstance(value, list):
             pending += value
+        elif isinstance(value, dict):
+            yield value
+            for key, item in value.items():
+                if key in MAP_KEYWORDS and isinstance(item, dict):
+                    pending += item.values()
+                elif key not in DATA_KEYWORDS:
+                    pending.append(item)
 
 
 def _leads_somewhere(schema: Mapping[str, Any], reference: str) -> bool:
