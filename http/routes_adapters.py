@@ -62,7 +62,7 @@ def adapter_routes(edge: Edge) -> Blueprint:
             info = await runtime.mount_adapter(adapter_id, folder)
         except AdapterError as error:
             message = error.message.replace(str(folder), wanted.path)
-            raise AdapterError(message, param=error.param, code=error.code) from error
+            raise AdapterError(message, param=error.param or "path", code=error.code) from error
         return json_response(mount_reply(info))
 
     @routes.get("/v1/adapters/available")

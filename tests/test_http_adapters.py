@@ -196,7 +196,8 @@ async def test_what_does_not_fit_never_reaches_the_device(
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, None),
+        ({}, "path"),
+        ({"path": "."}, "path"),
         ({"path": ""}, "path"),
         ({"path": 7}, "path"),
         ({"id": 7, "path": "sql"}, "id"),
@@ -209,7 +210,7 @@ async def test_what_does_not_fit_never_reaches_the_device(
         ({"id": "é", "path": "sql"}, "id"),
     ],
 )
-async def test_a_bad_body_is_a_400(tmp_path: Path, body: object, param: str | None) -> None:
+async def test_a_bad_body_is_a_400(tmp_path: Path, body: object, param: str) -> None:
     """By name, and nothing is mounted."""
     write_adapter(tmp_path / "sql")
     async with server(tmp_path) as s:

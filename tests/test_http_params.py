@@ -131,6 +131,27 @@ def test_invalid_values_name_their_field(fields: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        ({"response_format": {}}, "response_format.type"),
+        ({"hlg": {"missing": 1}}, "hlg.missing"),
+        ({"structured_outputs": {"x" * 500: 1}}, f"structured_outputs.{'x' * 64}"),
+    ],
+)
+def test_fields_that_are_missing_or_unknown_are_named(fields: dict[str, Any], param: str) -> None:
+    """Not only the object that they are missing from."""
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
     ("fields", "name"),
     [
         ({"n": 2}, "n"),

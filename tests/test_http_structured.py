@@ -104,7 +104,7 @@ for _ in range(80):
     ("fields", "param"),
     [
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {}}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
         ({"response_format": {"type": "bogus"}}, "response_format.type"),
         ({"response_format": {"type": None}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -133,7 +133,7 @@ for _ in range(80):
         ({"guided_grammar": {}}, "guided_grammar"),
         ({"structured_outputs": "x"}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
         ({"structured_outputs": {"json": True}}, "structured_outputs.json"),
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ MAX_DEPTH = 64
 INT64 = 2**63
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_KEY = re.compile(r"^Object (?P<fault>missing|contains)[a-z ]* field `(?P<key>[^`]{0,64})")
 _MAY_HOLD_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -70,8 +71,11 @@ def fit(value: Mapping[str, object], shape: type[T]) -> T:
     except msgspec.ValidationError as error:
         text = str(error)
     found = _PATH.search(text)
-    param = found["path"] if found else None
+    param = found["path"] if found else ""
     problem = text[: found.start()] if found else text
+    if (object_ := _KEY.match(problem)) is not None:
+        param = f"{param}.{object_['key']}".removeprefix(".")
+        problem = "required" if object_["fault"] == "missing" else "not a known field"
     problem = problem.replace("`", "").replace(" | null", "")
     raise InvalidRequest(f"{param or 'body'}: {_in_words(problem)}", param=param or None)
 
