@@ -6,13 +6,13 @@ Owns the disk, the mailbox, the counters and the hour's write budget; lives on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from mlx_troupe.runtime.budgets import cache_bytes, kept_bytes
 from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.spill.index import Near
+from mlx_troupe.runtime.spill.index import Neighbours
 from mlx_troupe.runtime.spill.queue import SaveQueue, WriteBudget
 
 from .device_messages import GpuCommand
@@ -99,14 +99,12 @@ class SpillDesk:
             counts=self._counts,
         )
 
-    def nearest(
-        self, ids: tuple[int, ...], adapters: Sequence[tuple[str, ...]]
-    ) -> tuple[Near | None, ...]:
-        """What on the disk shares most of ``ids``: of each of these adapters, then of all else."""
+    def nearest(self, ids: tuple[int, ...], adapters: tuple[str, ...]) -> Neighbours:
+        """What on the disk shares most of ``ids``, for a request with these adapters."""
         model = self._view.model
         if self._disk is None or model is None:
-            return (None,) * (len(adapters) + 1)
-        return self._disk.nearest(ids, *(namespace_of(model.namespace, a) for a in adapters))
+            return Neighbours()
+        return self._disk.nearest(ids, namespace_of(model.namespace, adapters))
 
     def fits(self, tokens: int) -> bool:
         """Whether memory could keep a state of so many tokens."""
@@ -121,13 +119,17 @@ class SpillDesk:
         """
         if self._disk is None:
             return {"checkpoints": answers}
-        return {"ssd_cache": self._stats(self._disk.stats(), answers), "checkpoints": answers}
+        model = self._view.model
+        usable = 0 if model is None else self._disk.count(model.namespace)
+        told = self._stats(self._disk.stats(), usable, answers)
+        return {"ssd_cache": told, "checkpoints": answers}
 
-    def _stats(self, disk: DiskStats, answers: Mapping[str, int]) -> dict[str, object]:
+    def _stats(self, disk: DiskStats, usable: int, answers: Mapping[str, int]) -> dict[str, object]:
         counts, queue = self._counts, self._queue
         return {
             "dir": disk.folder,
             "entries": disk.entries,
+            "usable_entries": usable,
             "bytes": disk.bytes,
             "max_bytes": disk.max_bytes,
             "evictions": disk.evictions,

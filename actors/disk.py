@@ -18,7 +18,7 @@ from mlx_troupe.runtime.heap import cut_heap
 from mlx_troupe.runtime.prefix.entries import Kind
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.spill.crowded import Crowded
-from mlx_troupe.runtime.spill.index import FileKey, Near
+from mlx_troupe.runtime.spill.index import FileKey, Neighbours
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
@@ -78,8 +78,12 @@ class Disk(Protocol):
         """The state that serves most of ``ids[:-1]``."""
         ...
 
-    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
-        """What shares most of ``ids``, usable or not: of each namespace, then of all others."""
+    def nearest(self, ids: Sequence[int], namespace: str) -> Neighbours:
+        """What shares most of ``ids``, usable or not."""
+        ...
+
+    def count(self, namespace: str) -> int:
+        """States of the same setup as a namespace, whatever the adapters."""
         ...
 
     def holds(self, candidate: Candidate) -> bool:
@@ -148,9 +152,13 @@ class FolderDisk:
         hit = self._store.lookup(ids, namespace, trim_floor=trim_floor)
         return None if hit is None else OnDisk(hit.key, hit.length, hit.state_length, namespace)
 
-    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
+    def nearest(self, ids: Sequence[int], namespace: str) -> Neighbours:
         """As :meth:`Disk.nearest`."""
-        return self._store.nearest(ids, *namespaces)
+        return self._store.nearest(ids, namespace)
+
+    def count(self, namespace: str) -> int:
+        """As :meth:`Disk.count`."""
+        return self._store.count(namespace)
 
     def holds(self, candidate: Candidate) -> bool:
         """As :meth:`Disk.holds`."""

@@ -5,7 +5,7 @@ Run by the request's own task, before its row is submitted; nobody else waits.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -35,24 +35,23 @@ def with_disk(
     ids: tuple[int, ...],
     memory: Explanation,
     usable: int,
-    near: Sequence[Near | None],
+    near: tuple[Near | None, Near | None, Near | None],
     fits: Callable[[int], bool] = lambda _: True,
 ) -> Explanation:
     """What memory says of a prompt, and the disk, which could serve ``usable`` tokens of it.
 
-    ``near``: the states on disk that share most of it: of its own namespace, of other adapters',
-    and last of all others, which another KV scheme, model or version has made. ``fits``: whether
-    memory could keep a state of so many tokens.
+    ``near``: the states on disk that share most of it, as of ``Neighbours``; another setup is
+    another KV scheme, model or version. ``fits``: whether memory could keep so many tokens.
     """
     goal, served = len(ids) - 1, max(usable, memory.memory_tokens)
     shared, reason = memory.shared_tokens, memory.reason
-    own, *kin, other = (one and replace(one, shared=min(one.shared, goal)) for one in near)
+    own, kin, other = (one and replace(one, shared=min(one.shared, goal)) for one in near)
     if own is not None and own.shared >= shared + (reason in (None, "text")):
         shared, reason = own.shared, "text" if own.length > own.shared else None
         if shared > served:
             reason = "uncuttable" if fits(own.length) else "too_large"
-    others: list[tuple[Near | None, Reason]] = [*((one, "adapters") for one in kin)]
-    for one, why in (*others, (other, "setup")):
+    others: tuple[tuple[Near | None, Reason], ...] = ((kin, "adapters"), (other, "setup"))
+    for one, why in others:
         if one is not None and one.shared > shared:
             shared, reason = one.shared, why
     if served >= goal:
@@ -127,8 +126,7 @@ class Explainer:
         if told is None:
             return None
         known, usable = told
-        kin = {(), *((info.revision,) for info in self._table.mounted.values())} - {revisions}
-        near = self._disk.nearest(ids, (revisions, *sorted(kin)))
+        near = self._disk.nearest(ids, revisions)
         known = with_disk(ids, known, usable, near, self._disk.fits)
         if known.reason == "text" and isinstance(request.prompt, ChatPrompt):
             cause = await self._cause(request.prompt, ids, known.shared_tokens, build)

@@ -8,8 +8,9 @@ from itertools import count
 
 import trio
 
+from mlx_troupe.runtime.prefix.entries import model_of
 from mlx_troupe.runtime.spill.faults import Absent, SpillFault
-from mlx_troupe.runtime.spill.index import Near
+from mlx_troupe.runtime.spill.index import Near, Neighbours
 from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState, nbytes
 
@@ -50,15 +51,21 @@ class ScriptedDisk:
                 best = OnDisk(name, shared, len(kept.ids), namespace)
         return best
 
-    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
+    def nearest(self, ids: Sequence[int], namespace: str) -> Neighbours:
         """By looking at every state."""
-        near: dict[str | None, Near] = {}
+        near: dict[str, Near] = {}
         for kept, _ in self.states.values() if self.is_open else ():
-            name = kept.namespace if kept.namespace in namespaces else None
+            is_kin = model_of(kept.namespace) == model_of(namespace)
+            name = "own" if kept.namespace == namespace else ("adapters" if is_kin else "setups")
             found = Near(_shared(kept.ids, ids), len(kept.ids))
             if found.shared > (near[name].shared if name in near else 0):
                 near[name] = found
-        return tuple(map(near.get, (*namespaces, None)))
+        return Neighbours(**near)
+
+    def count(self, namespace: str) -> int:
+        """By looking at every state."""
+        models = [model_of(kept.namespace) for kept, _ in self.states.values()]
+        return models.count(model_of(namespace))
 
     def holds(self, candidate: Candidate) -> bool:
         """By looking at every state."""

@@ -22,6 +22,7 @@ from spill_rig import (
 
 from mlx_troupe.runtime.spill.faults import Absent, SpillFault, TooLarge, Unfit
 from mlx_troupe.runtime.spill.files import Files
+from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
 from mlx_troupe.runtime.spill.store import SpillStore, key_of
 
@@ -328,3 +329,19 @@ def test_a_store_that_was_not_opened_misses(tmp_path: Path) -> None:
     with pytest.raises(SpillFault):
         store.load(key_of(NAMESPACE, (1,)))
     assert not folder.exists()
+
+
+def test_what_shares_most_is_told_apart_by_setup_and_adapters(tmp_path: Path) -> None:
+    """An adapter that nobody has mounted any more is still one; after a restart, too."""
+    ids = tuple(range(1, 21))
+    store = opened(tmp_path)
+    for namespace, length in (("m", 4), ("m\na", 6), ("m\na\nb", 8), ("n", 10), ("n\na", 9)):
+        made = entry(*ids[:length], 99, namespace=namespace)
+        store.save(made, state(made))
+    for each in (store, opened(tmp_path)):
+        near = each.nearest(ids, "m\nb")
+        assert near == (None, Near(8, 9), Near(10, 11))
+        assert each.nearest(ids, "m") == (Near(4, 5), Near(8, 9), Near(10, 11))
+        assert each.nearest(ids, "n\nb") == (None, Near(10, 11), Near(8, 9))
+        assert [each.count(namespace) for namespace in ("m", "m\nz", "n", "o")] == [3, 3, 2, 0]
+        each.check_integrity()

@@ -15,6 +15,7 @@ from spill_rig import entry, entry_files, opened, state
 from mlx_troupe.actors.checkpoints import Checkpoints
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.spill_messages import FlushReport
+from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.cli.banner import banner, tell_of_flush
 from mlx_troupe.http.cli.main import cli
@@ -211,6 +212,11 @@ async def test_the_first_lines_say_what_is_in_the_folder(autojump_clock: object)
         told = banner(runtime.settings, model, HttpSettings(), "http://x", ssd)
         assert "\nssd      scripted (prompts: 1, 0.0 MB)\n" in told
         assert "ssd " not in banner(runtime.settings, model, HttpSettings(), "http://x")
+    other = ScriptedDevice(replace(model, namespace="in 8 bits"))
+    async with company(other, disk=disk) as (runtime, _):
+        ssd = runtime.stats()["ssd_cache"]
+        told = banner(runtime.settings, model, HttpSettings(), "http://x", ssd)
+        assert "(prompts: 1, 0.0 MB; 1 of another model, setting or version)\n" in told
 
 
 def test_a_folder_is_cleared_by_a_command(tmp_path: Path) -> None:

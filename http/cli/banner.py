@@ -56,8 +56,10 @@ def banner(
 
 
 def _on_disk(ssd: dict[str, Any]) -> str:
-    """The folder, and what earlier servers left in it: of this model or of others."""
-    return f"{ssd['dir']} (prompts: {ssd['entries']:,}, {ssd['bytes'] / 1e6:,.1f} MB)"
+    """The folder, and what earlier servers left in it: for this one, or of no use to it."""
+    foreign = ssd["entries"] - ssd["usable_entries"]
+    of = f"; {foreign:,} of another model, setting or version" if foreign else ""
+    return f"{ssd['dir']} (prompts: {ssd['entries']:,}, {ssd['bytes'] / 1e6:,.1f} MB{of})"
 
 
 def tell_of_flush(report: FlushReport | None) -> None:

@@ -33,6 +33,11 @@ def namespace_of(model: str, adapters: tuple[str, ...]) -> str:
     return "\n".join((model, *adapters))
 
 
+def model_of(namespace: str) -> str:
+    """The model of a namespace."""
+    return namespace.split("\n")[0]
+
+
 def adapters_of(namespace: str) -> tuple[str, ...]:
     """The adapter revisions of a namespace, in order."""
     return tuple(namespace.split("\n")[1:])

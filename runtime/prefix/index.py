@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from ..device import SnapshotId
-from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult
+from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult, model_of
 from .explain import AROUND, Explanation, Gone, Nearest, explain
 from .leases import Leases
 from .tree import RadixTree
@@ -124,8 +124,8 @@ class PrefixCore:
     ) -> Explanation:
         """How far ``ids`` are served now, and why no further; changes nothing."""
         usable = self.peek(ids, namespace, trim_window=trim_window, trim_floor=trim_floor)
-        model = namespace.split("\n")[0]
-        others = [n for n in self._trees if n != namespace and n.split("\n")[0] == model]
+        model = model_of(namespace)
+        others = [n for n in self._trees if n != namespace and model_of(n) == model]
         uncut = self.peek(ids, namespace, trim_window=trim_window)
         return explain(
             ids,

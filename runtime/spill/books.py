@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .format import Header
-from .index import FileKey, Near, SpillHit, SpillIndex
+from .index import FileKey, Neighbours, SpillHit, SpillIndex
 
 SUFFIX = ".safetensors"
 
@@ -98,9 +98,13 @@ class Books:
         """As :meth:`SpillIndex.lookup`."""
         return self._index.lookup(ids, namespace, trim_floor)
 
-    def nearest(self, ids: Sequence[int], namespaces: Sequence[str]) -> tuple[Near | None, ...]:
+    def nearest(self, ids: Sequence[int], namespace: str, setup: str) -> Neighbours:
         """As :meth:`SpillIndex.nearest`."""
-        return self._index.nearest(ids, namespaces)
+        return self._index.nearest(ids, namespace, setup)
+
+    def count(self, setup: str) -> int:
+        """As :meth:`SpillIndex.count`."""
+        return self._index.count(setup)
 
     def prefixes(self, ids: Sequence[int], namespace: str) -> tuple[FileKey, ...]:
         """As :meth:`SpillIndex.prefixes`."""
@@ -268,9 +272,14 @@ class Books:
         return tuple(gone)
 
     def _file(self, slot: Slot, header: Header) -> None:
-        kind, cuttable = header.kind, header.cuttable
         self._index.add(
-            slot.key, header.namespace, header.ids, slot.size, kind=kind, cuttable=cuttable
+            slot.key,
+            header.namespace,
+            header.ids,
+            slot.size,
+            setup=header.setup,
+            kind=header.kind,
+            cuttable=header.cuttable,
         )
 
     def _take(self, key: FileKey) -> tuple[str, ...]:

@@ -80,6 +80,7 @@ class Header:
 
     Attributes:
         namespace: digest of the namespace, which itself is not written down.
+        setup: digest of what it is without adapters.
         ids: all tokens of the state, four bytes each, those of the parents included.
         first, length: the file holds the state of tokens [first, length).
         kind, cuttable: as of the prefix entry.
@@ -100,6 +101,7 @@ class Header:
     parent: str
     created: float
     layers: tuple[LayerForm, ...]
+    setup: str = ""
     session: str = ""
     digest: str = ""
     size: int = 0
@@ -237,6 +239,7 @@ def _write_header(header: Header) -> bytes:
         "parent": header.parent,
         "created": repr(header.created),
         "layers": json.dumps(layers, separators=(",", ":")),
+        "setup": header.setup,
     }
     if header.session:
         metadata["session"] = header.session
@@ -269,6 +272,7 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Header:
             parent=metadata["parent"],
             created=float(metadata["created"]),
             layers=layers,
+            setup=metadata.get("setup", ""),
             session=metadata.get("session", ""),
         )
     except (ValueError, LookupError, TypeError) as error:

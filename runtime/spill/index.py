@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from ..device import SnapshotId
 from ..prefix.entries import Entry, Kind
@@ -38,11 +38,22 @@ class Near:
     length: int
 
 
+class Neighbours(NamedTuple):
+    """What shares most of a prompt, usable or not: of its own namespace, of the same setup under
+    other adapters, and of all other setups."""
+
+    own: Near | None = None
+    adapters: Near | None = None
+    setups: Near | None = None
+
+
 class SpillIndex:
     """Entries by namespace digest and ids; at most one for the same of both."""
 
     def __init__(self) -> None:
         self._trees: dict[str, RadixTree] = {}
+        # Of each namespace: what it is one of, whatever the adapters.
+        self._setups: dict[str, str] = {}
         self._entries: dict[FileKey, Entry] = {}
         self._keys: dict[Entry, FileKey] = {}
         self._clock = count(1)
@@ -58,10 +69,23 @@ class SpillIndex:
         """Tokens of the longest state."""
         return max((entry.length for entry in self._entries.values()), default=0)
 
+    def count(self, setup: str) -> int:
+        """Entries of one setup."""
+        return sum(len(self._trees[n]) for n in self._trees if self._setups[n] == setup)
+
     def add(
-        self, key: FileKey, namespace: str, ids: bytes, size: int, *, kind: Kind, cuttable: bool
+        self,
+        key: FileKey,
+        namespace: str,
+        ids: bytes,
+        size: int,
+        *,
+        setup: str,
+        kind: Kind,
+        cuttable: bool,
     ) -> None:
         """File an entry as the most recently used; ``ids`` packed in four bytes each."""
+        self._setups[namespace] = setup
         packed = array("I", ids)
         snapshot = SnapshotId(next(self._clock))
         entry = Entry(snapshot, namespace, len(packed), size, kind, cuttable, used=snapshot)
@@ -77,7 +101,7 @@ class SpillIndex:
         tree = self._trees[entry.namespace]
         tree.remove(entry)
         if not len(tree):
-            del self._trees[entry.namespace]
+            del self._trees[entry.namespace], self._setups[entry.namespace]
 
     def touch(self, key: FileKey) -> None:
         """Note that an entry is now the most recently used; an unknown one is ignored."""
@@ -97,11 +121,16 @@ class SpillIndex:
         entry, length = found
         return SpillHit(self._keys[entry], length, entry.length)
 
-    def nearest(self, ids: Sequence[int], namespaces: Sequence[str]) -> tuple[Near | None, ...]:
-        """What shares most of ``ids``, usable or not: of each namespace, then of all others."""
-        others = (self._near(ids, name) for name in self._trees if name not in namespaces)
-        most = max(filter(None, others), key=lambda near: near.shared, default=None)
-        return (*(self._near(ids, name) for name in namespaces), most)
+    def nearest(self, ids: Sequence[int], namespace: str, setup: str) -> Neighbours:
+        """What shares most of ``ids``, usable or not."""
+        near: dict[str, Near] = {}
+        for name in self._trees:
+            kin = "adapters" if self._setups[name] == setup else "setups"
+            kin = "own" if name == namespace else kin
+            found = self._near(ids, name)
+            if found is not None and (kin not in near or found.shared > near[kin].shared):
+                near[kin] = found
+        return Neighbours(**near)
 
     def _near(self, ids: Sequence[int], namespace: str) -> Near | None:
         tree = self._trees.get(namespace)

@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..prefix.entries import Kind, Origin
+from ..prefix.entries import Kind, Origin, model_of
 from .books import Slot, file_name
 from .crowded import Crowded
 from .faults import Absent, Corrupt, DiskFull, SpillFault, TooLarge, Unfit
 from .files import Files
 from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
-from .index import FileKey, Near, SpillHit
+from .index import FileKey, Neighbours, SpillHit
 from .parents import Parents
 from .shelf import Shelf
 from .state import HostState, StateMismatch, cut_tokens, join
@@ -124,10 +124,16 @@ class SpillStore:
             self._shelf.counts["misses" if hit is None else "hits"] += 1
         return hit
 
-    def nearest(self, ids: Sequence[int], *namespaces: str) -> tuple[Near | None, ...]:
-        """What shares most of ``ids``, usable or not: of each namespace, then of all others."""
+    def nearest(self, ids: Sequence[int], namespace: str) -> Neighbours:
+        """What shares most of ``ids``, usable or not."""
+        own, setup = namespace_digest(namespace), namespace_digest(model_of(namespace))
         with self._shelf.lock:
-            return self._shelf.books.nearest(ids, tuple(map(namespace_digest, namespaces)))
+            return self._shelf.books.nearest(ids, own, setup)
+
+    def count(self, namespace: str) -> int:
+        """Entries of the same setup as a namespace, whatever the adapters."""
+        with self._shelf.lock:
+            return self._shelf.books.count(namespace_digest(model_of(namespace)))
 
     def has(self, key: FileKey) -> bool:
         """Whether an entry is here, as far as is known: a delta may continue it."""
@@ -310,6 +316,7 @@ class SpillStore:
             parent="",
             created=self._clock(),
             layers=(),
+            setup=namespace_digest(model_of(entry.namespace)),
             session=entry.session or "",
         )
 
