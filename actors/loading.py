@@ -84,17 +84,19 @@ def mlx_device(settings: Settings, source: TokenizerSource) -> Device:
     """The device that the settings describe, not opened yet."""
     import_engine()
     from mlx_troupe.runtime.engine.executor import MLXDevice
+    from mlx_troupe.runtime.engine.opening import Options
 
-    return MLXDevice(
+    options = Options(
         settings.model,
         name=settings.name,
         dtype=settings.dtype,
         batch=settings.batch,
         kv=settings.kv,
-        exact=settings.exact,
+        replay=False if settings.exact else None,
         memory_budget=settings.memory_budget_bytes,
         snapshot_limit=cache_bytes(settings),
         # Under a limit every byte is reserved by a row, so nothing is left for such as may come.
         spare_slots=settings.kv_budget_bytes is None and settings.memory_budget_bytes is None,
         xtc_exempt=source.line_breaks,
     )
+    return MLXDevice(options)

@@ -29,6 +29,7 @@ from mlx_troupe.runtime.device import (  # noqa: E402
     StepPlan,
 )
 from mlx_troupe.runtime.engine.executor import MLXDevice  # noqa: E402
+from mlx_troupe.runtime.engine.opening import Options  # noqa: E402
 from mlx_troupe.runtime.requests import Sampling  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
-    device = MLXDevice(starter(), name="starter", dtype="float32")
+    device = MLXDevice(Options(starter(), name="starter", dtype="float32"))
     model = device.open()
     short = [options.short] * 16
     mixed = [options.short] * 15 + [options.long]

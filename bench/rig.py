@@ -32,8 +32,9 @@ class Rig:
 
     def __init__(self, path: Path, **options: object) -> None:
         from mlx_troupe.runtime.engine.executor import MLXDevice
+        from mlx_troupe.runtime.engine.opening import Options
 
-        self.device = MLXDevice(path, name="bench", **options)  # type: ignore[arg-type]
+        self.device = MLXDevice(Options(path, name="bench", **options))  # type: ignore[arg-type]
         self.info = self.device.open()
         self.model = self.device.model
         self._rows = count(1)

@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_troupe.runtime.device import RowId, StepDone, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 
 WINDOW = 2048
 MIN_TURNS = 8
@@ -79,7 +80,7 @@ class Sharing(MLXDevice):
     """The MLX device; it computes when it is its turn, and notes what it does."""
 
     def __init__(self, path: Path, turn: threading.Lock, **options: Any) -> None:
-        super().__init__(path, name="bench", **options)
+        super().__init__(Options(path, name="bench", **options))
         self._turn = turn
         self._under_way = 0
         self._began = (0.0, 0.0)

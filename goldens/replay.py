@@ -64,10 +64,11 @@ def widen_vectors(model_path: Path, folder: Path) -> None:
 def replay(model_path: Path, precision: str, dtype: Dtype) -> list[dict[str, Any]]:
     """All prompts of one precision."""
     from mlx_troupe.runtime.engine.executor import MLXDevice
+    from mlx_troupe.runtime.engine.opening import Options
 
     prompts = json.loads((HERE / "prompts.json").read_text())
     seen = catch_logits()
-    device = MLXDevice(model_path, name="starter", dtype=dtype)
+    device = MLXDevice(Options(model_path, name="starter", dtype=dtype))
     device.open()
     wanted = [prompt for prompt in prompts if precision in prompt["precisions"]]
     done = [run(device, prompt, seen) for prompt in wanted]

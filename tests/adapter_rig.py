@@ -28,6 +28,7 @@ from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.engine.compiled import CompiledDecode
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.fusing import fuse_projections
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 
 EMBEDDING = ("model.embed_tokens",)
@@ -76,7 +77,7 @@ class Desk:
     """A device, its rows' tokens, and the logits of every decode by row."""
 
     def __init__(self, path: Path) -> None:
-        self.device = MLXDevice(path, name="tiny", dtype="keep")
+        self.device = MLXDevice(Options(path, name="tiny", dtype="keep"))
         self.device.open()
         self.tokens: defaultdict[int, list[int]] = defaultdict(list)
         self.logits: defaultdict[int, list[mx.array]] = defaultdict(list)

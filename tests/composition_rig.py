@@ -73,9 +73,7 @@ class Company:
         self.model = model
         self.kv = KV[kv]
         self.settings = Settings(model.path, "tiny", dtype="float32", batch=24, kv=self.kv)
-        self.device = Watched(model.path, self.kv)
-        if replays:
-            self.device._options = replace(self.device._options, replay=True)
+        self.device = Watched(model.path, self.kv, replay=replays or None)
         self.cases = cases
         self.asked: list[Asked] = []
         self.problems: list[str] = []

@@ -26,6 +26,7 @@ from mlx_troupe.runtime.device import (
     StepPlan,
 )
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.snapshots import arrays_of
 from mlx_troupe.runtime.kvschemes import KVScheme, PlainKV
 from mlx_troupe.runtime.requests import Sampling
@@ -47,7 +48,7 @@ class Driver:
     def __init__(
         self, path: Path, *, kv: KVScheme | None = None, dtype: Any = "float32", ahead: bool = False
     ) -> None:
-        self.device = MLXDevice(path, name="tiny", dtype=dtype, kv=kv or PlainKV())
+        self.device = MLXDevice(Options(path, name="tiny", dtype=dtype, kv=kv or PlainKV()))
         self.info = self.device.open()
         self.tokens: defaultdict[RowId, list[int]] = defaultdict(list)
         self.failed: list[RowFailed] = []

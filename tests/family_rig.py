@@ -29,6 +29,7 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.engine.batch import why_not_batchable
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.requests import Sampling
 
@@ -110,7 +111,7 @@ def answers(name: str, bits: int | None = None) -> Answers:
 
 @cache
 def _answers(name: str, bits: int | None) -> Answers:
-    device = MLXDevice(family(name, bits).path, name="tiny", dtype="keep")
+    device = MLXDevice(Options(family(name, bits).path, name="tiny", dtype="keep"))
     info = device.open()
     alone = tuple(_ask_alone(device, RowId(i), ids) for i, ids in enumerate(PROMPTS, 1))
     rows = {RowId(i): ids for i, ids in enumerate(PROMPTS, 11)}

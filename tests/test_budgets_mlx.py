@@ -14,6 +14,7 @@ from mlx_troupe.actors.worker import ThreadWorker
 from mlx_troupe.runtime.budgets import LONE_STEP
 from mlx_troupe.runtime.device import DeviceStats
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import (
     Finished,
     GenerationRequest,
@@ -71,11 +72,11 @@ async def test_rows_take_no_more_than_their_limit_on_a_real_device(
 ) -> None:
     """Slots of a batch, rings in prefill and recurrent state are all counted."""
     path = make_checkpoint(tmp_path / family, family)
-    probe = MLXDevice(path, name="tiny", dtype="float32")
+    probe = MLXDevice(Options(path, name="tiny", dtype="float32"))
     info = probe.open()
     probe.close()
     limit = TOKENS * info.kv_bytes_per_token + 12 * info.fixed_bytes
-    device = Measured(path, name="tiny", dtype="float32", batch=6, spare_slots=False)
+    device = Measured(Options(path, name="tiny", dtype="float32", batch=6, spare_slots=False))
     settings = Settings(
         path, "tiny", batch=6, queue=12, kv_budget_bytes=limit, prompt_cache_bytes=0
     )

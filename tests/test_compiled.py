@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId,
 from mlx_troupe.runtime.engine import compiled as compiled_module
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.fusing import fuse_projections
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
@@ -98,9 +98,8 @@ def test_projections_that_differ_stay_apart(tmp_path: Path) -> None:
 def test_a_device_that_replays_samples_the_same(tmp_path: Path) -> None:
     """As on a GPU: greedy ids of one row and of three are those of a device that does not."""
     path = make_checkpoint(tmp_path / "m", "llama")
-    plain = _greedy(MLXDevice(path, name="plain"))
-    device = MLXDevice(path, name="replayed")
-    device._options = replace(device._options, replay=True)
+    plain = _greedy(MLXDevice(Options(path, name="plain")))
+    device = MLXDevice(Options(path, name="replayed", replay=True))
     assert _greedy(device) == plain
     assert device._forward is not None
     assert device._forward._compiled is not None
@@ -129,7 +128,5 @@ def _greedy(device: MLXDevice) -> list[list[tuple[int, int]]]:
 def test_exact_devices_do_not_share_states_with_replaying_ones(tmp_path: Path) -> None:
     """Bit for bit includes the prefix: the namespaces differ."""
     path = make_checkpoint(tmp_path / "m", "llama")
-    exact, replaying = MLXDevice(path, name="exact", exact=True), MLXDevice(path, name="replaying")
-    exact._options = replace(exact._options, replay=False)
-    replaying._options = replace(replaying._options, replay=True)
+    exact, replaying = (MLXDevice(Options(path, name="m", replay=how)) for how in (False, True))
     assert exact.open().namespace != replaying.open().namespace

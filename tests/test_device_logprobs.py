@@ -16,6 +16,7 @@ from tiny import VOCAB, make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, Sampled, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import RowSampler, Sampler
 from mlx_troupe.runtime.engine.warmup import warm_up
 from mlx_troupe.runtime.requests import Sampling
@@ -34,7 +35,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def device(checkpoint: Path) -> Iterator[MLXDevice]:
     """It, open."""
-    made = MLXDevice(checkpoint, name="tiny", dtype="float32", xtc_exempt=lambda: frozenset({7}))
+    made = MLXDevice(
+        Options(checkpoint, name="tiny", dtype="float32", xtc_exempt=lambda: frozenset({7}))
+    )
     made.open()
     yield made
     made.close()
@@ -111,7 +114,7 @@ def test_what_xtc_spares_is_asked_for_when_a_row_needs_it(checkpoint: Path) -> N
         asked.append(1)
         return frozenset({7})
 
-    device = MLXDevice(checkpoint, name="tiny", dtype="float32", xtc_exempt=exempt)
+    device = MLXDevice(Options(checkpoint, name="tiny", dtype="float32", xtc_exempt=exempt))
     device.open()
     decode(device, [start(1, prompt(4), Sampling(temperature=1.0), None)], 3)
     assert not asked

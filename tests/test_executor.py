@@ -33,6 +33,7 @@ from mlx_troupe.runtime.device import (
 )
 from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import RowSampler, Sampler
 from mlx_troupe.runtime.engine.snapshots import arrays_of
 from mlx_troupe.runtime.requests import Sampling
@@ -560,7 +561,7 @@ def test_the_pipeline_holds_two_steps(drive: Callable[..., Driver]) -> None:
 def test_the_device_works_on_a_thread_of_its_own(checkpoints: Callable[..., Path]) -> None:
     """Made on one thread, then opened, run and closed on another, as the GPU actor does."""
     path = checkpoints("llama", bits=4)
-    device = MLXDevice(path, name="tiny", dtype="auto")
+    device = MLXDevice(Options(path, name="tiny", dtype="auto"))
 
     def run() -> list[int]:
         device.open()

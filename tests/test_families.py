@@ -40,6 +40,7 @@ from mlx_troupe.runtime.engine import batch as batch_module
 from mlx_troupe.runtime.engine import layouts, steps
 from mlx_troupe.runtime.engine.batch import why_not_batchable
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
@@ -184,7 +185,7 @@ def test_lost_sinks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [*SLIDING, "qwen3_5"])
 def test_a_kept_state_grows_and_is_never_cut_too_short(name: str) -> None:
     """The next turn continues behind a turned window or a recurrence; a shorter one is refused."""
-    device = MLXDevice(family(name).path, name="tiny", dtype="keep")
+    device = MLXDevice(Options(family(name).path, name="tiny", dtype="keep"))
     device.open()
     first, second, third = RowId(1), RowId(2), RowId(3)
     ids, kept = PROMPTS[0], SnapshotId(1)
@@ -218,7 +219,7 @@ def test_a_family_runs_on_a_thread_of_its_own_and_again(name: str) -> None:
 
     def job() -> None:
         for _ in range(2):
-            device = MLXDevice(family(name).path, name="tiny", dtype="keep")
+            device = MLXDevice(Options(family(name).path, name="tiny", dtype="keep"))
             device.open()
             done = run_plans(device, plans({RowId(1): PROMPTS[0]}))
             found.append([sampled.token for step in done for sampled in step.sampled])

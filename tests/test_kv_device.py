@@ -30,6 +30,7 @@ from mlx_troupe.runtime.device import (
 from mlx_troupe.runtime.engine import kvplan
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.kvplan import KVPlan
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, PerLayerKV, PlainKV, TurboKV
@@ -336,7 +337,7 @@ def test_what_a_model_cannot_take_is_refused_at_start(
     """The refusal names the option and the family."""
     path = make_checkpoint(tmp_path / "m", family, **config)
     with pytest.raises(ModelError, match=told):
-        MLXDevice(path, name="tiny", dtype="float32", kv=scheme).open()
+        MLXDevice(Options(path, name="tiny", dtype="float32", kv=scheme)).open()
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_a_wrong_file_is_refused_at_start(content: str, told: str, tmp_path: Pat
     path = checkpoint(tmp_path / "m", "plain")
     (path / "kv_config.json").write_text(content)
     with pytest.raises(ModelError, match=told):
-        MLXDevice(path, name="tiny", dtype="float32", kv=PerLayerKV()).open()
+        MLXDevice(Options(path, name="tiny", dtype="float32", kv=PerLayerKV())).open()
 
 
 def test_no_file_is_plain_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from tiny import EOS, FAMILIES, load_oracle, make_checkpoint
 
 from mlx_troupe.runtime.engine import models
 from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.opening import has_kernels
+from mlx_troupe.runtime.engine.opening import Options, has_kernels
 from mlx_troupe.runtime.errors import ModelError
 
 pytestmark = pytest.mark.mlx
@@ -85,7 +85,7 @@ def test_a_damaged_model_is_refused_by_name(
     """The error says what is wrong with which file, before anything is served."""
     path = make_checkpoint(tmp_path / "model")
     damage(path)
-    device = MLXDevice(path, name="x")
+    device = MLXDevice(Options(path, name="x"))
     with pytest.raises(ModelError) as caught:
         device.open()
     assert words in caught.value.message
@@ -98,12 +98,12 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
         models.load_checkpoint(tmp_path / "nowhere", "keep")
 
 
-def test_end_tokens_come_from_both_files_and_the_caller(tmp_path: Path) -> None:
-    """config.json and generation_config.json, an int or a list, and what the tokenizer adds."""
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    """config.json and generation_config.json, an int or a list."""
     path = make_checkpoint(tmp_path / "model")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    device = MLXDevice(path, name="x", extra_eos=frozenset({9}))
-    assert device.open().eos_ids == {EOS, 5, 6, 9}
+    device = MLXDevice(Options(path, name="x"))
+    assert device.open().eos_ids == {EOS, 5, 6}
     device.close()
     edit(path, eos_token_id=None, text_config={"eos_token_id": 77})
     (path / "generation_config.json").unlink()
@@ -173,7 +173,7 @@ def test_the_kind_of_state_is_read_off_the_caches(
 ) -> None:
     """Plain, sliding and recurrent families are told apart, and the device says so."""
     path = make_checkpoint(tmp_path / "model", family)
-    device = MLXDevice(path, name="tiny")
+    device = MLXDevice(Options(path, name="tiny"))
     info = device.open()
     device.close()
     assert (info.trim_window, info.ragged_prefill, info.batchable) == (window, ragged, True)

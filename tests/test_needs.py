@@ -11,6 +11,7 @@ from tiny import make_checkpoint
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.memory import MemoryLimits
 from mlx_troupe.runtime.engine.needs import fit
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.errors import ModelError
 
 pytestmark = pytest.mark.mlx
@@ -25,7 +26,7 @@ def test_the_estimate_is_what_the_loaded_model_says(
     """Weights and state by the files' headers are those of the arrays in memory."""
     path = make_checkpoint(tmp_path / "model", family)
     estimate = fit(path, 8 * GB, dtype=dtype)  # type: ignore[arg-type]
-    device = MLXDevice(path, name="m", dtype=dtype)  # type: ignore[arg-type]
+    device = MLXDevice(Options(path, name="m", dtype=dtype))  # type: ignore[arg-type]
     info = device.open()
     device.close()
     assert estimate.weights_bytes == info.weights_bytes > 0
@@ -49,7 +50,7 @@ def test_a_machine_that_is_too_small_is_told_and_nothing_is_refused(tmp_path: Pa
     path = make_checkpoint(tmp_path / "model")
     estimate = fit(path, 100_000, dtype="keep")
     assert (estimate.fits, estimate.context_tokens) == (False, 0)
-    device = MLXDevice(path, name="m", dtype="keep")
+    device = MLXDevice(Options(path, name="m", dtype="keep"))
     assert device.open().weights_bytes > 100_000
     device.close()
 
@@ -58,12 +59,12 @@ def test_a_memory_budget_is_mlx_s_limit_while_the_device_is_open(tmp_path: Path)
     """It is set at open, put back at close, and refuses weights that leave nothing of it."""
     path = make_checkpoint(tmp_path / "model")
     before = mx.get_memory_limit()
-    device = MLXDevice(path, name="m", dtype="keep", memory_budget=GB)
+    device = MLXDevice(Options(path, name="m", dtype="keep", memory_budget=GB))
     device.open()
     assert mx.get_memory_limit() == GB
     device.close()
     assert mx.get_memory_limit() == before
-    small = MLXDevice(path, name="m", dtype="keep", memory_budget=100_000)
+    small = MLXDevice(Options(path, name="m", dtype="keep", memory_budget=100_000))
     with pytest.raises(ModelError, match=r"--memory-budget 0\.0001 GB"):
         small.open()
     small.close()

@@ -18,6 +18,7 @@ from mlx_troupe.http.cli.options import kv_scheme
 from mlx_troupe.runtime.budgets import cache_bytes, why_no_cache
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepDone, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.paged import PagedLayout
 from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, PagedKV, name_of
@@ -95,7 +96,7 @@ async def test_requests_of_a_paged_server_go_past_the_cache(autojump_clock: obje
 def test_paged_rows_say_what_mlx_lm_says(family: str, tmp_path: Path) -> None:
     """Rows that come late, past blocks of 16, and leave; each has its solo ids."""
     path = make_checkpoint(tmp_path / "m", family)
-    device = MLXDevice(path, name="tiny", dtype="float32", kv=PagedKV(16))
+    device = MLXDevice(Options(path, name="tiny", dtype="float32", kv=PagedKV(16)))
     info = device.open()
     assert info.batchable
     assert info.kv_scheme == "paged:16"
@@ -120,7 +121,7 @@ def test_paged_and_plain_devices_say_the_same(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "m", "llama")
     said = []
     for kv in (PLAIN_KV, PagedKV(16)):
-        device = MLXDevice(path, name="tiny", dtype="float32", kv=kv)
+        device = MLXDevice(Options(path, name="tiny", dtype="float32", kv=kv))
         device.open()
         said.append(together(device, ROWS))
         device.close()
@@ -131,16 +132,16 @@ def test_a_model_without_tokens_to_page_is_refused(tmp_path: Path) -> None:
     """At load, naming both."""
     path = make_checkpoint(tmp_path / "m", "mamba")
     with pytest.raises(ModelError, match=r"--paged-kv and mamba"):
-        MLXDevice(path, name="tiny", kv=PagedKV()).open()
+        MLXDevice(Options(path, name="tiny", kv=PagedKV())).open()
     with pytest.raises(ModelError, match="blocks of 3"):
-        MLXDevice(path, name="tiny", kv=PagedKV(3)).open()
+        MLXDevice(Options(path, name="tiny", kv=PagedKV(3))).open()
 
 
 def test_a_model_whose_rows_share_no_steps_is_refused(tmp_path: Path) -> None:
     """Nothing would be in blocks, and the prompt cache off for nothing."""
     path = make_checkpoint(tmp_path / "m", "stablelm")
     with pytest.raises(ModelError, match=r"--paged-kv and stablelm: its rows share no steps: "):
-        MLXDevice(path, name="tiny", kv=PagedKV()).open()
+        MLXDevice(Options(path, name="tiny", kv=PagedKV())).open()
 
 
 def together(device: MLXDevice, rows: dict[RowId, tuple[int, ...]]) -> dict[RowId, list[int]]:

@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.store.starter import ensure_starter
 
@@ -23,7 +24,7 @@ LENGTHS = (3, 5, 9, 14, 20, 27, 33, 41, 50, 58, 63, 64, 65, 90, 127, 130)
 @pytest.fixture(scope="module")
 def device() -> Iterator[MLXDevice]:
     """The starter in float32."""
-    opened = MLXDevice(ensure_starter(), name="starter", dtype="float32")
+    opened = MLXDevice(Options(ensure_starter(), name="starter", dtype="float32"))
     opened.open()
     yield opened
     opened.close()

@@ -27,6 +27,7 @@ from mlx_troupe.runtime.device import (
 from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.masks import MaskMaker
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.grammars import ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.text.matching import GrammarCompiler, MatchFailed
@@ -62,7 +63,7 @@ class Stage:
     """A device led by the worker's own conductor, and what its rows say."""
 
     def __init__(self, path: Path) -> None:
-        self.device = MLXDevice(path, name="tiny", dtype="float32")
+        self.device = MLXDevice(Options(path, name="tiny", dtype="float32"))
         self.device.open()
         self.tokens: defaultdict[RowId, list[int]] = defaultdict(list)
         self.ended: dict[RowId, int] = {}

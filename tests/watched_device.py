@@ -23,6 +23,7 @@ from mlx_troupe.runtime.device import (
     StepPlan,
 )
 from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import RowSampler, Sampler
 from mlx_troupe.runtime.kvschemes import (
     KVScheme,
@@ -53,8 +54,9 @@ class Seen:
 class Watched(MLXDevice):
     """The MLX device; it remembers every row by its prompt."""
 
-    def __init__(self, path: Path, kv: KVScheme) -> None:
-        super().__init__(path, name="tiny", dtype="float32", batch=24, kv=kv)
+    def __init__(self, path: Path, kv: KVScheme, *, replay: bool | None = None) -> None:
+        options = Options(path, name="tiny", dtype="float32", batch=24, kv=kv, replay=replay)
+        super().__init__(options)
         self.seen: dict[RowId, Seen] = {}
         self.samplers: dict[int, tuple[RowSampler, Seen]] = {}
         self.gate = threading.Event()

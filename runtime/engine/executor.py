@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ from ..device import (
     StepPlan,
 )
 from ..errors import Unavailable
-from ..kvschemes import PLAIN_KV, KVScheme
-from ..settings import Dtype
 from ..spill.state import HostLayer
 from .drawing import Drawn, Fault, read
 from .forward import Forward
@@ -71,51 +68,10 @@ class _Step:
 
 
 class MLXDevice:
-    """One model on one MLX device. See :class:`mlx_troupe.runtime.device.Device`.
+    """One model on one MLX device. See :class:`mlx_troupe.runtime.device.Device`."""
 
-    Args:
-        model_path: a directory that mlx-lm can load.
-        name: the id that clients see.
-        dtype: what the weights are expanded to.
-        batch: most rows that decode together (the scheduler keeps to it).
-        kv: how keys and values are kept.
-        memory_budget: most bytes that MLX may take; None = what the machine has.
-        snapshot_limit: most bytes that kept states take; what would be more is not kept.
-        spare_slots: a batch may keep room for rows to come, beyond what its rows take.
-        exact: lone rows run by mlx-lm's own caches on a GPU too, bit for bit.
-        extra_eos: end tokens that the tokenizer knows beyond those of the model's files.
-        xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
-            the first row samples by XTC. End tokens are never removed.
-    """
-
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        name: str,
-        dtype: Dtype = "auto",
-        batch: int = 32,
-        kv: KVScheme = PLAIN_KV,
-        memory_budget: int | None = None,
-        snapshot_limit: int | None = None,
-        spare_slots: bool = True,
-        exact: bool = False,
-        extra_eos: frozenset[int] = frozenset(),
-        xtc_exempt: Callable[[], frozenset[int]] = frozenset,
-    ) -> None:
-        self._options = Options(
-            model_path,
-            name,
-            dtype,
-            batch,
-            kv,
-            memory_budget,
-            snapshot_limit,
-            spare_slots,
-            replay=mx.default_device() == mx.gpu and not exact,
-            extra_eos=extra_eos,
-            xtc_exempt=xtc_exempt,
-        )
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._parts: Parts | None = None
         self._forward: Forward | None = None
         self._rows: dict[RowId, Row] = {}

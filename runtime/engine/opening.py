@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..device import KVLayers, ModelInfo
 from ..errors import ModelError
-from ..kvschemes import KVScheme, name_of
+from ..kvschemes import PLAIN_KV, KVScheme, name_of
 from ..settings import Dtype
 from .adapters import Adapters
 from .batch import why_not_batchable
@@ -41,19 +41,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a device was told; the fields are those of :class:`~.executor.MLXDevice`."""
+    """What a device is told.
+
+    Attributes:
+        path: a directory that mlx-lm can load.
+        name: the id that clients see.
+        dtype: what the weights are expanded to.
+        batch: most rows that decode together (the scheduler keeps to it).
+        kv: how keys and values are kept.
+        memory_budget: most bytes that MLX may take; None = what the machine has.
+        snapshot_limit: most bytes that kept states take; what would be more is not kept.
+        spare_slots: a batch may keep room for rows to come, beyond what its rows take.
+        replay: decode steps are traced once and replayed, those of lone rows too, which are then no
+            more bit for bit those of mlx-lm; None = on a GPU.
+        xtc_exempt: gives the ids that XTC sampling never removes, such as a newline's; asked when
+            the first row samples by XTC. End tokens are never removed.
+    """
 
     path: Path
     name: str
-    dtype: Dtype
-    batch: int
-    kv: KVScheme
-    memory_budget: int | None
-    snapshot_limit: int | None
-    spare_slots: bool
-    replay: bool
-    extra_eos: frozenset[int]
-    xtc_exempt: Callable[[], frozenset[int]]
+    dtype: Dtype = "auto"
+    batch: int = 32
+    kv: KVScheme = PLAIN_KV
+    memory_budget: int | None = None
+    snapshot_limit: int | None = None
+    spare_slots: bool = True
+    replay: bool | None = None
+    xtc_exempt: Callable[[], frozenset[int]] = frozenset
+
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are replayed on this machine."""
+        return mx.default_device() == mx.gpu if self.replay is None else self.replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +95,14 @@ def load_parts(options: Options) -> Parts:
     checkpoint = load_checkpoint(options.path, options.dtype, options.kv)
     model: Any = checkpoint.model
     expanding = Expanding()
-    if options.replay:
+    if options.replays:
         fuse_projections(model)
         expanding = expand_for_many([*model.modules(), *joint_products(model)])
     kind = state_kind(model)
     reason = kind.obstacle or why_not_batchable(model) or ""
     plan, reason = plan_for(model, options.kv, options.path, reason)
     together = not reason
-    eos = checkpoint.eos_ids | options.extra_eos
+    eos = checkpoint.eos_ids
     try:
         # Never evaluated: the shape alone is wanted.
         vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
@@ -102,7 +121,7 @@ def load_parts(options: Options) -> Parts:
         plan,
         together=together,
         ragged=ragged,
-        replay=options.replay,
+        replay=options.replays,
         spare=options.spare_slots,
     )
     info = ModelInfo(
@@ -119,7 +138,7 @@ def load_parts(options: Options) -> Parts:
         kv_scheme=name_of(options.kv),
         expanded_bytes=expanding.nbytes,
         # States of replayed steps differ in the last bits.
-        namespace=checkpoint.namespace + ":replayed" * options.replay,
+        namespace=checkpoint.namespace + ":replayed" * options.replays,
         device=device_label(checkpoint.dtype),
     )
     states = States(model, vocab_size, adapters, plan, hosting, options.snapshot_limit)
