@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from company import SETTINGS, ask, company, nothing_left, read, settle, until
 from core_rig import PLAIN, Rig, mixed
+from core_walk import Walk, endless, ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
@@ -27,7 +28,7 @@ from mlx_troupe.runtime.budgets import (
     state_bytes,
 )
 from mlx_troupe.runtime.defaults import token_limit
-from mlx_troupe.runtime.device import KVLayers, ModelInfo, RowId
+from mlx_troupe.runtime.device import KVLayers, ModelInfo
 from mlx_troupe.runtime.engine.groups import capacity_for
 from mlx_troupe.runtime.errors import ContextLengthExceeded, ModelError
 from mlx_troupe.runtime.requests import Finished, FinishReason
@@ -39,16 +40,6 @@ TOKENS = 512
 LIMIT = TOKENS * COSTLY.kv_bytes_per_token
 
 
-def endless(ids: tuple[int, ...]) -> int:
-    """A script that never samples an end token."""
-    return ids[-1] % 999 + 1
-
-
-def ids(n: int, start: int) -> tuple[int, ...]:
-    """``n`` ids that share no prefix with those of another start."""
-    return (start, *((start * 101 + i * 7) % 900 + 1 for i in range(1, n)))
-
-
 def capacity(rig: Rig) -> int:
     """Tokens of capacity that the device's rows take, one by one."""
     held = [len(row.state) for row in rig.device.rows.values()]
@@ -57,13 +48,11 @@ def capacity(rig: Rig) -> int:
     return sum(map(capacity_for, held))
 
 
-class Tight(RuleBasedStateMachine):
+class Tight(Walk):
     """Any order of events under a limit that three rows can hardly share."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.rig = Rig(COSTLY, mixed, batch=4, queue=4, budget=2_000, kv_limit=LIMIT)
-        self.rows: list[RowId] = []
+        super().__init__(Rig(COSTLY, mixed, batch=4, queue=4, budget=2_000, kv_limit=LIMIT))
 
     @rule(
         n=st.sampled_from((1, 30, 60, 63, 64, 100, 120, 127, 128, 129, 200, 250, 300)),
@@ -76,18 +65,6 @@ class Tight(RuleBasedStateMachine):
         self.rows += [row] if row is not None else []
         self.rig.plan()
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def cancel(self, data: Any) -> None:
-        self.rig.cancel(data.draw(st.sampled_from(self.rows)))
-        self.rig.plan()
-
-    @precondition(lambda self: self.rig.lookups)
-    @rule(miss=st.booleans())
-    def answer(self, miss: bool) -> None:
-        self.rig.answer(miss=miss)
-        self.rig.plan()
-
     @rule(steps=st.integers(1, 40))
     def settle(self, steps: int) -> None:
         for _ in range(steps):
@@ -95,25 +72,11 @@ class Tight(RuleBasedStateMachine):
                 self.rig.settle()
             self.rig.plan()
 
-    @precondition(lambda self: self.rig.core.model is not None)
-    @rule()
-    def lose_device(self) -> None:
-        self.rig.lose_device()
-
-    @precondition(lambda self: self.rig.core.model is None)
-    @rule()
-    def ready(self) -> None:
-        self.rig.perform(self.rig.core.ready(COSTLY))
-
     @invariant()
-    def holds(self) -> None:
-        self.rig.check()
+    def limits_hold(self) -> None:
         assert capacity(self.rig) <= TOKENS, "the device holds more than the limit"
         stats = self.rig.core.stats()
         assert stats.reserved_bytes <= LIMIT
-
-    def teardown(self) -> None:
-        self.rig.drain()
 
 
 Tight.TestCase.settings = settings(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from core_rig import FLOORED, PLAIN, RECURRENT, ROTATING, Rig
+from core_walk import Walk, endless
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from mlx_troupe.runtime.device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, StepPlan
 from mlx_troupe.runtime.requests import FinishReason
@@ -24,15 +25,13 @@ BASES = tuple(
 SELECTIONS = ((), (), ("a",), ("b",), ("a", "b"), ("b", "a"))
 
 
-class AnyOrder(RuleBasedStateMachine):
+class AnyOrder(Walk):
     """Whatever happens in whatever order: rows say what they would alone, and nothing leaks."""
 
     model: ClassVar[ModelInfo] = PLAIN
 
     def __init__(self) -> None:
-        super().__init__()
-        self.rig = Rig(self.model, batch=3, queue=3, budget=2_000)
-        self.rows: list[RowId] = []
+        super().__init__(Rig(self.model, batch=3, queue=3, budget=2_000))
         for adapter_id in "ab":
             self.rig.mount(adapter_id)
 
@@ -57,21 +56,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.rig.plan()
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def cancel(self, data: Any) -> None:
-        self.rig.cancel(data.draw(st.sampled_from(self.rows)))
-        self.rig.plan()
-
-    @precondition(lambda self: self.rows)
     @rule()
     def poison(self) -> None:
         self.rig.device.poisoned.add(self.rows[-1])
-
-    @precondition(lambda self: self.rig.lookups)
-    @rule(miss=st.booleans())
-    def answer(self, miss: bool) -> None:
-        self.rig.answer(miss=miss)
-        self.rig.plan()
 
     @precondition(lambda self: self.rig.core.in_flight)
     @rule(again=st.booleans())
@@ -80,16 +67,6 @@ class AnyOrder(RuleBasedStateMachine):
         if again and self.rig.core.in_flight:
             self.rig.settle()
         self.rig.plan()
-
-    @precondition(lambda self: self.rig.core.model is not None)
-    @rule()
-    def lose_device(self) -> None:
-        self.rig.lose_device()
-
-    @precondition(lambda self: self.rig.core.model is None)
-    @rule()
-    def ready(self) -> None:
-        self.rig.ready()
 
     @rule(adapter_id=st.sampled_from("ab"))
     def mount(self, adapter_id: str) -> None:
@@ -105,13 +82,6 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def lose_cache(self) -> None:
         self.rig.lose_cache()
-
-    @invariant()
-    def holds(self) -> None:
-        self.rig.check()
-
-    def teardown(self) -> None:
-        self.rig.drain()
 
 
 class AnyOrderRotating(AnyOrder):
@@ -151,11 +121,6 @@ TestFloored = AnyOrderFloored.TestCase
 def ramp(n: int, start: int = 1) -> tuple[int, ...]:
     """``n`` ids that share no prefix with those of another start."""
     return tuple((start * 101 + i * 7) % 900 + 1 for i in range(n))
-
-
-def endless(ids: tuple[int, ...]) -> int:
-    """A script that never samples an end token."""
-    return ids[-1] % 999 + 1
 
 
 def ends_after(tokens: int, prompt: int) -> Callable[[tuple[int, ...]], int]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from company import ask, company, read
 from core_rig import PLAIN, RECURRENT, Rig
+from core_walk import endless, ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -22,16 +23,6 @@ from mlx_troupe.runtime.scheduling.turns import goes_before, most_steps, share
 
 BUDGET = 64
 LONG = replace(PLAIN, context_window=100_000)
-
-
-def endless(ids: tuple[int, ...]) -> int:
-    """A script that never samples an end token."""
-    return ids[-1] % 999 + 1
-
-
-def ids(n: int, start: int) -> tuple[int, ...]:
-    """``n`` ids that share no prefix with those of another start."""
-    return (start, *((start * 101 + i * 7) % 900 + 1 for i in range(1, n)))
 
 
 class Watched:
