@@ -170,6 +170,32 @@ class Troupe:
             mine[name] = theirs[name]  # type: ignore[index]
 
 
+def hand_over(nursery: Troupe, batch: Troupe) -> None:
+    """Four rows, with and without a past, prefilled together; three go over to another batch."""
+    for row, before in enumerate((0, 0, 7, 58)):
+        nursery.add(row, before, steps=40)
+    batch.add(9, 20)
+    batch.step()
+    for _ in range(2):
+        nursery.prefill(dict(enumerate((5, 1, 12, 3))))
+    for row in (2, 0, 3):
+        batch.adopt(nursery, row)
+        batch.step()
+        nursery.prefill(dict.fromkeys(nursery.batch.rows, 2))
+
+
+def poison_one_of_three(troupe: Troupe, row: int) -> None:
+    """NaN in one row, which leaves; the next user of its slot takes steps beside the others."""
+    for other, length in enumerate((30, 25, 40)):
+        troupe.add(other, length)
+    troupe.step()
+    troupe.poison(row)
+    troupe.drop(row, poisoned=True)
+    troupe.step()
+    troupe.add(7, 3)
+    troupe.step(4)
+
+
 class Replayed(Troupe):
     """Steps of one column go through the traces as soon as there is one."""
 

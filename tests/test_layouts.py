@@ -14,6 +14,7 @@ from ragged_rig import (
     WINDOW,
     Troupe,
     model_named,
+    poison_one_of_three,
     ragged_run,
     solo_prefill,
 )
@@ -88,14 +89,7 @@ def test_a_poisoned_row_hurts_nobody() -> None:
     model = model_named("sliding")
     for poisoned_row in (0, 1, 2):
         troupe = Troupe(model)
-        for row, length in enumerate((30, 25, 40)):
-            troupe.add(row, length)
-        troupe.step()
-        troupe.poison(poisoned_row)
-        troupe.drop(poisoned_row, poisoned=True)
-        troupe.step()
-        troupe.add(7, 3)
-        troupe.step(4)
+        poison_one_of_three(troupe, poisoned_row)
         troupe.step()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from ragged_rig import Troupe, assert_equal, model_named, ragged_run, solo_prefill
+from ragged_rig import Troupe, assert_equal, hand_over, model_named, ragged_run, solo_prefill
 from tiny import prompt
 
 from mlx_troupe.runtime.device import RowId
@@ -174,16 +174,7 @@ def test_rows_are_prefilled_together_and_handed_over() -> None:
     """Right-padded rows with and without a past, in one pass, then one by one in other batches."""
     model = model_named("llama")
     nursery, batch = Troupe(model, BLOCKS), Troupe(model, BLOCKS)
-    for row, before in enumerate((0, 0, 7, 58)):
-        nursery.add(row, before, steps=40)
-    batch.add(9, 20)
-    batch.step()
-    for _ in range(2):
-        nursery.prefill(dict(enumerate((5, 1, 12, 3))))
-    for row in (2, 0, 3):
-        batch.adopt(nursery, row)
-        batch.step()
-        nursery.prefill(dict.fromkeys(nursery.batch.rows, 2))
+    hand_over(nursery, batch)
     batch.step(4)
 
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
-from ragged_rig import OTHERS, RECURRENT, Troupe, assert_equal, model_named, ragged_run
+from ragged_rig import (
+    OTHERS,
+    RECURRENT,
+    Troupe,
+    assert_equal,
+    hand_over,
+    model_named,
+    poison_one_of_three,
+    ragged_run,
+)
 
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import recurrent
@@ -147,16 +156,7 @@ def test_rows_are_prefilled_together_and_handed_over(name: str) -> None:
     """Right-padded rows with and without a past, in one pass, then one by one in other batches."""
     model = model_named(name)
     nursery, batch = Troupe(model), Troupe(model)
-    for row, before in enumerate((0, 0, 7, 58)):
-        nursery.add(row, before, steps=40)
-    batch.add(9, 20)
-    batch.step()
-    for _ in range(2):
-        nursery.prefill(dict(enumerate((5, 1, 12, 3))))
-    for row in (2, 0, 3):
-        batch.adopt(nursery, row)
-        batch.step()
-        nursery.prefill(dict.fromkeys(nursery.batch.rows, 2))
+    hand_over(nursery, batch)
     assert nursery.batch.rows == (1,)
     batch.step()
 
@@ -166,14 +166,7 @@ def test_a_poisoned_row_hurts_nobody(name: str) -> None:
     """NaN in one row's state stays there, and the next user of its slot computes right."""
     for poisoned_row in (0, 1, 2):
         troupe = Troupe(model_named(name))
-        for row, length in enumerate((30, 25, 40)):
-            troupe.add(row, length)
-        troupe.step()
-        troupe.poison(poisoned_row)
-        troupe.drop(poisoned_row, poisoned=True)
-        troupe.step()
-        troupe.add(7, 3)
-        troupe.step(4)
+        poison_one_of_three(troupe, poisoned_row)
         troupe.add(8, 0)
         troupe.step()
 
