@@ -30,8 +30,9 @@ def clear(folder: Path) -> None:
         except OSError as error:
             raise click.ClickException(str(error)) from error
     gone = before.keys() - _sizes(folder).keys()
+    files = "1 file" if len(gone) == 1 else f"{len(gone)} files"
     size = sum(before[path] for path in gone) / 1e6
-    click.echo(f"{len(gone)} files removed from {folder}, {size:.1f} MB.")
+    click.echo(f"{files} removed from {folder}, {size:.1f} MB.")
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
