@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import trio
 
 from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.errors import Overloaded
 from mlx_troupe.runtime.grammars import Grammar
 from mlx_troupe.runtime.text.matching import (
     CannotCompile,
@@ -24,6 +25,8 @@ COMPILING = 2
 """Grammars compiled at a time; more requests wait, each for its own."""
 COMPILE_SECONDS = 20.0
 """An ordinary schema takes milliseconds, one of a megabyte seconds."""
+WAIT_SECONDS = 60.0
+"""For a thread: longer than both may be taken by monsters that were given up."""
 
 
 @dataclass(slots=True)
@@ -46,15 +49,29 @@ class GrammarTools:
         Raises:
             InvalidRequest: the grammar holds a schema that is none.
             CannotCompile: it is beyond the engine, or takes too long.
+            Overloaded: others' grammars have taken all threads for too long.
         """
         size = min(self.tokenizer.vocab_size, model.vocab_size)
         compiler = self._compiler(size, model.eos_ids | self.tokenizer.eos_ids)
-        with trio.move_on_after(COMPILE_SECONDS):
+        clock, begun = trio.lowlevel.current_trio_token(), False
+
+        def compile_by_the_clock() -> TokenMatcher:
+            # It runs from here on: a grammar must not fail for the time that others' took.
+            clock.run_sync_soon(begin)
+            return compiler.compile(grammar, reasoning)
+
+        def begin() -> None:
+            nonlocal begun
+            begun, scope.deadline = True, trio.current_time() + COMPILE_SECONDS
+
+        with trio.move_on_after(WAIT_SECONDS) as scope:
             # An abandoned thread keeps its place among the limiter's until it is done.
             return await trio.to_thread.run_sync(
-                compiler.compile, grammar, reasoning, abandon_on_cancel=True, limiter=self.threads
+                compile_by_the_clock, abandon_on_cancel=True, limiter=self.threads
             )
-        raise CannotCompile(f"it takes longer than {COMPILE_SECONDS:.0f} s to prepare")
+        if begun:
+            raise CannotCompile(f"it takes longer than {COMPILE_SECONDS:.0f} s to prepare")
+        raise Overloaded("other requests' grammars are being prepared", retry_after=COMPILE_SECONDS)
 
     def prepare(self) -> None:
         """Make the usual compiler while the model loads, on the thread that loads the tokenizer."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import trio
-from company import company, read, run, settle
+from company import company, read, run, settle, until
 
 from mlx_troupe.actors import grammars as compiling
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo
-from mlx_troupe.runtime.errors import InvalidRequest
+from mlx_troupe.runtime.errors import InvalidRequest, Overloaded
 from mlx_troupe.runtime.grammars import ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar
 from mlx_troupe.runtime.requests import (
     Channel,
@@ -181,6 +182,33 @@ async def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.Mon
         async with runtime.generate(chat(RegexGrammar("a+"), max_tokens=3)) as generation:
             assert isinstance((await read(generation))[1], Finished)
             assert "longer than" in generation.warnings[0]
+
+
+async def test_a_grammar_is_not_given_up_for_the_time_that_others_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While all threads are taken it waits; when they are for too long it is told to come again."""
+    monkeypatch.setattr(compiling, "WAIT_SECONDS", 0.0)
+    async with company(device(), tokenizer=ByteTokenizer()) as (runtime, _):
+        threads = runtime._tools.grammars.threads
+        others = [object() for _ in range(compiling.COMPILING)]
+        for other in others:
+            threads.acquire_on_behalf_of_nowait(other)
+        with pytest.raises(Overloaded):
+            async with runtime.generate(chat(RegexGrammar("a+"), max_tokens=3)):
+                raise AssertionError("it was admitted")
+        monkeypatch.setattr(compiling, "WAIT_SECONDS", math.inf)
+        monkeypatch.setattr(compiling, "COMPILE_SECONDS", math.inf)
+
+        async def ask() -> None:
+            async with runtime.generate(chat(RegexGrammar("a+"), max_tokens=3)) as generation:
+                assert set((await read(generation))[0]) == {"a"}
+                assert not generation.warnings
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await until(lambda: threads.statistics().tasks_waiting == 1)
+            threads.release_on_behalf_of(others[0])
 
 
 async def test_a_matcher_that_fails_is_its_own_request_s_failure() -> None:
