@@ -46,10 +46,10 @@ class Peaks:
 
     def look(self) -> None:
         """Look once; what the device says it held between two looks is included."""
-        stats, ssd = self._runtime.view.stats, figures(self._runtime, "ssd_cache")
+        stats, ssd = self._runtime.cast.view.stats, figures(self._runtime, "ssd_cache")
         copied = ssd["copied_for_spill_bytes"]
         self._note("memory tier", stats.most_snapshot_bytes + copied)
-        self._note("entries", self._runtime.cache.core.bytes)
+        self._note("entries", self._runtime.cast.cache.core.bytes)
         self._note("waiting for the disk", ssd["held_for_spill_bytes"])
         self._note("rows", stats.kv_bytes)
         self._note("disk tier", sum(map(size_of, self._folder.iterdir())))
