@@ -45,7 +45,7 @@ def bench_index(entries: list[tuple[int, ...]]) -> None:
     for ids in entries:
         packed = pack_ids(ids)
         key = make_key(namespace, packed)
-        index.add(key, namespace, packed, 1, kind="final", cuttable=True)
+        index.add(key, namespace, packed, 1, setup="", kind="final", cuttable=True)
     filled = time.perf_counter() - began
     rng = random.Random(1)
     for name, make in (
