@@ -75,7 +75,7 @@ def test_a_curve_replaces_what_the_request_says_itself() -> None:
         ({"toe": "6"}, "hlg.toe"),
         ({"pivot_offset": float("nan")}, "hlg.pivot_offset"),
         ({"pivot_offset": float("inf")}, "hlg.pivot_offset"),
-        ({"widht": 3}, "hlg"),
+        ({"widht": 3}, "hlg.widht"),
     ],
 )
 def test_bad_curves_are_refused_by_name(hlg: Any, param: str) -> None:
