@@ -8,13 +8,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from ragged_rig import Replayed, assert_equal, model_named
 from tiny import load_oracle, make_checkpoint, prompt
 
 from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine import compiled as compiled_module
 from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.fusing import fuse_projections
+from mlx_troupe.runtime.engine.fusing import TurnedLinear, fuse_projections, turn_weights
 from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 
@@ -84,6 +85,20 @@ def test_fused_projections_change_nothing(bits: int, tmp_path: Path) -> None:
     attention: Any = model.layers[0].self_attn
     assert isinstance(attention.q_proj, nn.QuantizedLinear if bits else nn.Linear)
     assert attention.q_proj.weight.shape[0] == 4 * 64
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_turned_weights_change_nothing(family: str, tmp_path: Path) -> None:
+    """Every bit of one row and of two, with biases and without; no parameter more or less."""
+    model: Any = load_oracle(make_checkpoint(tmp_path / "m", family))
+    inputs = [mx.array([prompt(9)]), mx.array([prompt(9), prompt(9, seed=1)]), mx.array([[5]])]
+    before = [model(ids) for ids in inputs]
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    turn_weights(model.modules())
+    assert any(type(module) is TurnedLinear for module in model.modules())
+    assert names == [name for name, _ in tree_flatten(model.parameters())]
+    for ids, expected in zip(inputs, before, strict=True):
+        assert mx.array_equal(model(ids), expected)
 
 
 def test_projections_that_differ_stay_apart(tmp_path: Path) -> None:

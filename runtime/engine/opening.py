@@ -26,7 +26,7 @@ from .batch import why_not_batchable
 from .encodable import plan_for
 from .expanding import Expanding, expand_for_many
 from .forward import Forward
-from .fusing import fuse_projections, joint_products
+from .fusing import fuse_projections, joint_products, turn_weights
 from .hosting import Hosting
 from .kvplan import KVPlan
 from .masks import MaskMaker
@@ -97,7 +97,9 @@ def load_parts(options: Options) -> Parts:
     expanding = Expanding()
     if options.replays:
         fuse_projections(model)
-        expanding = expand_for_many([*model.modules(), *joint_products(model)])
+        products = [*model.modules(), *joint_products(model)]
+        expanding = expand_for_many(products)
+        turn_weights(products)
     kind = state_kind(model)
     reason = kind.obstacle or why_not_batchable(model) or ""
     plan, reason = plan_for(model, options.kv, options.path, reason)
