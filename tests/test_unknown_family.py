@@ -75,7 +75,6 @@ def test_serve_refuses_an_unknown_family_in_one_line(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 1
-    last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("Error: ")
-    assert "model_type 'warp_drive'" in last
+    (told,) = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
+    assert "model_type 'warp_drive'" in told
     assert "Traceback" not in ended.stderr

@@ -189,6 +189,8 @@ def serve(model: str | None, host: str, port: int, log_level: str, **flags: Any)
     from .models import find_model
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    # It warns of each model type that it does not know, while mlx-lm decides what can be run.
+    logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     kv = kv_scheme(flags)
     ssd = ssd_settings(flags)
     check_address(host, port)
