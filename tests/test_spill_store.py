@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat as modes
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +228,35 @@ def test_a_load_keeps_a_state_from_going_first(tmp_path: Path) -> None:
     store = opened(tmp_path, max_bytes=sum(sizes), clock=clock)
     store.save(made[3], state(made[3]))
     assert [store.has(each.key) for each in made] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("other", ["b", None])
+def test_closing_a_chat_takes_nothing_that_another_one_has_too(
+    other: str | None, tmp_path: Path
+) -> None:
+    """What two have saved is nobody's own; what only the closed one had goes first."""
+    older, both, own, new, last = (entry(n, n + 1) for n in (1, 3, 5, 7, 9))
+    size = opened(tmp_path / "elsewhere").save(replace(own, session="a"), state(own))
+    store = opened(tmp_path, max_bytes=3 * size + 100)
+    for each, session in ((older, None), (both, "a"), (both, other), (own, "a")):
+        store.save(replace(each, session=session), state(each))
+    assert store.close_session("a")
+    store.save(new, state(new))
+    assert [store.has(each.key) for each in (older, both, own)] == [True, True, False]
+    store.save(last, state(last))
+    assert [store.has(each.key) for each in (older, both, new)] == [False, True, True]
+
+
+def test_what_was_crowded_out_may_come_back_once_something_was_dropped(tmp_path: Path) -> None:
+    """There is room again, and nobody is told any more that there is none."""
+    first, second = entry(1, 2), entry(3, 4)
+    size = opened(tmp_path / "elsewhere").save(first, state(first))
+    store = opened(tmp_path, max_bytes=size + 100)
+    store.save(first, state(first))
+    store.save(second, state(second))
+    assert store.crowded_out(first.ids, first.namespace) == "made_way"
+    store.drop(second.key)
+    assert store.crowded_out(first.ids, first.namespace) is None
 
 
 def test_a_parent_stays_while_its_children_live(tmp_path: Path) -> None:

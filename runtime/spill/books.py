@@ -113,9 +113,12 @@ class Books:
     def add(self, key: FileKey, header: Header, parent: FileKey | None, used_ns: int) -> bool:
         """Enter a file; False if its parent is not here or is another one than it was written for.
 
-        One that is here already is left as it is; if it was dropped it can be found again.
+        One that is here already is left as it is; if it was dropped it can be found again, and if
+        another chat has the same it is nobody's: closing one must not take it from the other.
         """
         if (slot := self._slots.get(key)) is not None:
+            if slot.session != (header.session or None):
+                slot.session = None
             if slot.unwanted:
                 slot.unwanted = False
                 self._file(slot, header)

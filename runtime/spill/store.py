@@ -233,6 +233,8 @@ class SpillStore:
             with self._shelf.lock:
                 self._shelf.counts["drops"] += key in self._shelf.books
                 names = self._shelf.books.drop(key)
+                if names:
+                    self._shelf.crowded.forget()
             self._shelf.remove(names)
 
     def clear(self) -> None:

@@ -22,6 +22,8 @@ tools are offered. ``tools_order``: the same ones, in another order."""
 
 MOST = 64
 MOST_BYTES = 4 << 20
+MOST_IDS = 1 << 16
+"""Of a prompt that is noted, on the event loop: digests of a longer one take too long there."""
 MOST_TRIED = 4
 """Chats that a prompt is compared with: each may have to be rendered anew."""
 
@@ -67,7 +69,9 @@ class Renderings:
         return len(self._last)
 
     def note(self, ids: Sequence[int], prompt: ChatPrompt) -> None:
-        """A chat was rendered to these ids."""
+        """A chat was rendered to these ids. One of many is not noted: that takes too long."""
+        if len(ids) > MOST_IDS:
+            return
         made = Rendering(
             pack_ids(ids), prompt.template_kwargs, tuple(map(_digest, prompt.messages))
         )
