@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from mlx_troupe.runtime.requests import (
     TextDelta,
     TextPrompt,
 )
+from mlx_troupe.runtime.text.matching import GrammarCompiler
 from mlx_troupe.runtime.text.testing import END_THINK, EOS, ByteTokenizer
 
 MODEL = ModelInfo("scripted", 300, 4096, frozenset({EOS}), namespace="s")
@@ -178,10 +180,19 @@ async def test_what_is_no_schema_starts_nothing() -> None:
 async def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request goes on without, and says so; the thread ends in its own time."""
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 0.0)
+    given_up = threading.Event()
+    compiled = GrammarCompiler.compile
+
+    def compile_late(*args: Any) -> Any:
+        assert given_up.wait(10), "the request waits for the thread"
+        return compiled(*args)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
     async with company(device(), tokenizer=ByteTokenizer()) as (runtime, _):
         async with runtime.generate(chat(RegexGrammar("a+"), max_tokens=3)) as generation:
             assert isinstance((await read(generation))[1], Finished)
             assert "longer than" in generation.warnings[0]
+        given_up.set()
 
 
 async def test_a_grammar_is_not_given_up_for_the_time_that_others_took(
