@@ -111,10 +111,11 @@ class Rig:
         limit: int = 4,
         stop_ids: frozenset[int] = frozenset(),
         adapters: tuple[str, ...] | None = None,
+        matcher: Any = None,
     ) -> RowId | None:
         """A new row; None when the queue refused it. Does not plan yet."""
         row = RowId(next(self._rows))
-        spec = RowSpec(row, prompt, Sampling(), limit, stop_ids, adapters=adapters)
+        spec = RowSpec(row, prompt, Sampling(), limit, stop_ids, adapters, matcher)
         result = self.core.submit(spec)
         if isinstance(result, QueueFull):
             self.refused.append(result)

@@ -55,6 +55,18 @@ def _set_keys(masks: Masks, key: int) -> None:
     object.__setattr__(masks, "keys", [key] * len(masks.words))
 
 
+def test_an_error_on_the_way_leaves_nothing_half_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not sent is not taken to be there."""
+    palette = Palette()
+    words = np.arange(2 * WIDTH, dtype=np.uint32).reshape(2, WIDTH)
+    found(palette, words[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(allowing.np, "frombuffer", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            palette.find(Masks(words, {}))
+    found(palette, words)
+
+
 def test_a_mask_that_the_device_holds_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until everything is forgotten."""
     sent: list[int] = []

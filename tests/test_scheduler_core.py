@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from core_rig import FLOORED, PLAIN, RECURRENT, ROTATING, Rig
@@ -498,7 +498,7 @@ def test_a_poisoned_row_fails_alone() -> None:
     assert rig.core.stats().failed == 1
 
 
-def forked_from_a_bad_row() -> tuple[Rig, RowId, RowId]:
+def forked_from_a_bad_row(matcher: Any = None) -> tuple[Rig, RowId, RowId]:
     """A row that fails in its first decode, and one that was planned to start from it by then."""
     rig = Rig(script=endless)
     bad = rig.submit((*ramp(60), 1), limit=6)
@@ -506,7 +506,7 @@ def forked_from_a_bad_row() -> tuple[Rig, RowId, RowId]:
     rig.device.poisoned.add(bad)
     rig.answer()
     rig.plan_one()
-    fork = rig.submit((*ramp(60), *ramp(9, 3)), limit=6)
+    fork = rig.submit((*ramp(60), *ramp(9, 3)), limit=6, matcher=matcher)
     assert fork is not None
     rig.answer()
     assert rig.plan_one().start[0].source == FromRow(bad, 60)
@@ -523,6 +523,39 @@ def test_a_fork_of_a_row_that_has_just_failed_starts_over() -> None:
     assert [type(start.source) for start in starts] == [FromRow, Cold]
     assert rig.cached(fork) == 0
     assert rig.core.stats().failed == 1
+
+
+class Counting:
+    """A matcher that allows everything and counts the tokens that it has followed."""
+
+    def __init__(self, followed: int = 0) -> None:
+        self.followed = followed
+
+    def allowed(self) -> range:
+        return range(1 << 16)
+
+    def take(self, token: int) -> bool:
+        self.followed += 1
+        return False
+
+    def copy(self) -> Counting:
+        return Counting(self.followed)
+
+
+def test_a_row_that_starts_over_begins_its_grammar_anew() -> None:
+    """Each start has a matcher of its own, however far the device took the one before."""
+    rig, _, fork = forked_from_a_bad_row(Counting(3))
+    (first,) = rig.device.plans[-1].start
+    assert isinstance(first.matcher, Counting)
+    first.matcher.followed += 1
+    for _ in range(2):
+        rig.settle()
+    plan = rig.plan_one()
+    (again,) = plan.start
+    assert (again.row, first.row) == (fork, fork)
+    assert isinstance(again.matcher, Counting)
+    # The device has carried the plan out already.
+    assert again.matcher.followed == 3 + plan.decode.count(fork)
 
 
 def test_what_an_earlier_step_says_of_a_row_that_started_over_is_out_of_date() -> None:

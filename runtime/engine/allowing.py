@@ -47,7 +47,8 @@ class Palette:
     def find(self, masks: Masks) -> Chosen:
         """Where a batch's masks are; those that were not there are sent now."""
         rows, width = masks.words.shape
-        table = self._table
+        # An error on the way makes the next one begin anew.
+        table, self._table = self._table, None
         if table is None or table.shape[1] != width or len(self._held) + rows > table.shape[0]:
             self.forget()
             table = mx.zeros((max(MOST, 2 * rows), width), mx.uint32)

@@ -187,6 +187,7 @@ class Planner:
         long = row.remaining >= PROMPT_ENTRY_AT_LEAST and not row.replayed
         row.keep_prompt = self._cache and uncuttable and long
         replay = row.spec.replay if row.replayed else None
+        matcher = row.spec.matcher if replay is None else replay.matcher
         if not isinstance(choice.source, FromSnapshot):
             self.shared_tokens += choice.length
         row.hit = None
@@ -196,7 +197,8 @@ class Planner:
             row.spec.sampling,
             choice.source,
             adapters=row.adapters,
-            matcher=row.spec.matcher if replay is None else replay.matcher,
+            # The device's to advance: a row that starts over begins where it did.
+            matcher=None if matcher is None else matcher.copy(),
             logprobs=row.spec.logprobs,
         )
 
