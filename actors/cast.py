@@ -7,11 +7,12 @@ device outlive the actors, which the supervisor builds anew after a crash.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import trio
 
-from mlx_troupe.runtime.budgets import budgets, cache_bytes
+from mlx_troupe.runtime.budgets import budgets, cache_bytes, check_limits
 from mlx_troupe.runtime.device import SnapshotId, StepId
 from mlx_troupe.runtime.errors import Overloaded
 from mlx_troupe.runtime.prefix.index import PrefixCore
@@ -99,6 +100,7 @@ class Cast:
             step_timeout=self._settings.step_timeout,
             prefill_timeout=self._settings.prefill_timeout,
             mounts=self.adapters.table.wanted,
+            check=partial(check_limits, self._settings),
         )
 
     def _build_scheduler(self) -> SchedulerActor:

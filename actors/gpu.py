@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 import trio
 
@@ -93,6 +93,7 @@ class GpuActor:
         step_timeout, prefill_timeout: seconds for a step without and with prefill (or a load, or
             work on adapters).
         mounts: adapters that belong to the model whenever it is loaded.
+        check: raises ModelError for a loaded model that could serve nobody under the limits.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class GpuActor:
         step_timeout: float,
         prefill_timeout: float,
         mounts: Callable[[], tuple[Mounting, ...]] = tuple,
+        check: Callable[[ModelInfo], None] = lambda model: None,
     ) -> None:
         self._mailbox = mailbox
         self._worker = worker
@@ -115,6 +117,7 @@ class GpuActor:
         self._step_timeout = step_timeout
         self._prefill_timeout = prefill_timeout
         self._mounts = mounts
+        self._check = check
         self._watchdog = Watchdog()
         self._last_step = -math.inf
         # Asks that the worker has and has not answered, by their number for the watchdog.
@@ -200,6 +203,7 @@ class GpuActor:
                 self._scheduler.post(StepSettled(done))
             case Opened(model, stats, mounted, targets):
                 self._watchdog.heard(LOADING)
+                self._check_limits(model)
                 self._view.model = model
                 self._view.stats = stats
                 self._view.error = None
@@ -221,10 +225,19 @@ class GpuActor:
                 self._answered(reply)
                 reply.fail(refusal)
             case OpenFailed(error):
-                self._view.error = error.message
-                raise ModelRefused(ModelError(error.message))
+                self._refuse(ModelError(error.message))
             case Broke(error):
                 raise DeviceBroken(f"{type(error).__name__}: {error}") from error
+
+    def _check_limits(self, model: ModelInfo) -> None:
+        try:
+            self._check(model)
+        except ModelError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: ModelError) -> NoReturn:
+        self._view.error = error.message
+        raise ModelRefused(error)
 
     def _look_at_memory(self) -> None:
         """Have kept states given up where memory runs out; any message makes the cache look."""

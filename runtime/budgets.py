@@ -61,16 +61,27 @@ def budgets(settings: Settings, model: ModelInfo) -> Budgets:
     return Budgets(least, lone_tokens(model, least), usable, cause)
 
 
-def check_memory_budget(model: ModelInfo, budget_bytes: int | None) -> None:
-    """Raise ModelError for a model that leaves nothing of a memory budget."""
-    taken = model.weights_bytes + prefill_bytes(model)
-    if budget_bytes is not None and taken >= budget_bytes:
+def check_limits(settings: Settings, model: ModelInfo) -> None:
+    """Raise ModelError where the limits leave no room for a single request, however short."""
+    limits = budgets(settings, model)
+    if limits.usable_bytes != 0 and limits.context_tokens != 0:
+        return
+    least = (
+        f"the state of a request takes {in_gb(state_bytes(model, 1, alone=True))} or more "
+        f"({LONE_STEP} tokens)"
+    )
+    if limits.cause == "--kv-budget":
         raise ModelError(
-            f"{model.name} takes {in_gb(model.weights_bytes)} for its weights and about "
-            f"{in_gb(prefill_bytes(model))} in prefill: --memory-budget {in_gb(budget_bytes)} "
-            "leaves nothing for requests",
-            code="memory_admission",
+            f"{least}: --kv-budget {in_gb(settings.kv_budget_bytes or 0)} leaves room for none",
+            code="context_over_budget",
         )
+    raise ModelError(
+        f"{model.name} takes {in_gb(model.weights_bytes)} for its weights, about "
+        f"{in_gb(prefill_bytes(model))} in prefill and {in_gb(cache_bytes(settings))} for kept "
+        f"states: --memory-budget {in_gb(settings.memory_budget_bytes or 0)} leaves "
+        f"{in_gb(limits.usable_bytes or 0)}, and {least}",
+        code="memory_admission",
+    )
 
 
 def cache_bytes(settings: Settings) -> int:

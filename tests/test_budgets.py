@@ -20,7 +20,7 @@ from mlx_troupe.runtime.budgets import (
     LONE_STEP,
     budgets,
     cache_bytes,
-    check_memory_budget,
+    check_limits,
     in_words,
     kept_bytes,
     lone_tokens,
@@ -30,7 +30,7 @@ from mlx_troupe.runtime.budgets import (
 from mlx_troupe.runtime.defaults import token_limit
 from mlx_troupe.runtime.device import KVLayers, ModelInfo
 from mlx_troupe.runtime.engine.groups import capacity_for
-from mlx_troupe.runtime.errors import ContextLengthExceeded, ModelError
+from mlx_troupe.runtime.errors import ContextLengthExceeded, ModelError, Unavailable
 from mlx_troupe.runtime.requests import Finished, FinishReason
 from mlx_troupe.runtime.scheduling.effects import RowEnded, Started
 from mlx_troupe.runtime.settings import Settings
@@ -246,9 +246,6 @@ def test_a_memory_budget_is_shared_by_all_that_the_model_takes() -> None:
     # Weights that a step of many rows expands are memory that no row can have.
     expanding = replace(model, expanded_bytes=700_000)
     assert budgets(limited, expanding).kv_bytes == 1_300_000
-    check_memory_budget(model, 1_500_000)
-    with pytest.raises(ModelError):
-        check_memory_budget(expanding, 1_500_000)
     window = [
         max_safe_context(replace(m, context_window=None), 4_000_000) for m in (model, expanding)
     ]
@@ -257,9 +254,41 @@ def test_a_memory_budget_is_shared_by_all_that_the_model_takes() -> None:
     assert (budgets(both, model).kv_bytes, budgets(both, model).cause) == (500_000, "--kv-budget")
     assert "--memory-budget 0.004 GB, --kv-budget 0.0005 GB" in in_words(both, model)
     assert in_words(Settings(Path("/nowhere"), "m"), model) == ""
-    with pytest.raises(ModelError, match="leaves nothing"):
-        check_memory_budget(model, 900_000)
-    check_memory_budget(model, None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"kv_budget_bytes": 2_559}, "--kv-budget 2.56e-06 GB leaves room for none"),
+        ({"kv_budget_bytes": 2_560}, ""),
+        ({"memory_budget_bytes": 1_000_000}, "--memory-budget 0.001 GB leaves 0 GB, and"),
+        # Kept states take a quarter.
+        ({"memory_budget_bytes": 1_336_000}, r"leaves 2e-06 GB, and the state .* 2.56e-06 GB"),
+        ({"memory_budget_bytes": 1_337_000}, ""),
+        ({"memory_budget_bytes": 1_337_000, "kv_budget_bytes": 10}, "--kv-budget 1e-08 GB"),
+        ({}, ""),
+    ],
+)
+def test_a_limit_without_room_for_any_request_is_refused(limits: dict[str, int], told: str) -> None:
+    """A server that would refuse every request says so at start, by the flag at fault."""
+    model = replace(COSTLY, weights_bytes=1_000_000)
+    limited = Settings(Path("/nowhere"), "m", **limits)  # type: ignore[arg-type]
+    if not told:
+        check_limits(limited, model)
+        return
+    with pytest.raises(ModelError, match=told):
+        check_limits(limited, model)
+
+
+async def test_a_limit_without_room_ends_the_company_at_start(autojump_clock: object) -> None:
+    """As a model that cannot be loaded does, and in words."""
+    device = ScriptedDevice(ModelInfo("m", 1000, 4096, frozenset({0}), kv_bytes_per_token=10))
+    limited = replace(SETTINGS, kv_budget_bytes=2_559)
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(Unavailable, match="--kv-budget"), flatten_subgroups=True
+    ):
+        async with company(device, limited):
+            pass
 
 
 @given(limit=st.integers(0, 10**7), window=st.integers(1, 3000), per=st.integers(1, 40))

@@ -12,7 +12,6 @@ from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.memory import MemoryLimits
 from mlx_troupe.runtime.engine.needs import fit
 from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.errors import ModelError
 
 pytestmark = pytest.mark.mlx
 GB = 10**9
@@ -56,18 +55,13 @@ def test_a_machine_that_is_too_small_is_told_and_nothing_is_refused(tmp_path: Pa
 
 
 def test_a_memory_budget_is_mlx_s_limit_while_the_device_is_open(tmp_path: Path) -> None:
-    """It is set at open, put back at close, and refuses weights that leave nothing of it."""
+    """It is set at open and put back at close."""
     path = make_checkpoint(tmp_path / "model")
     before = mx.get_memory_limit()
     device = MLXDevice(Options(path, name="m", dtype="keep", memory_budget=GB))
     device.open()
     assert mx.get_memory_limit() == GB
     device.close()
-    assert mx.get_memory_limit() == before
-    small = MLXDevice(Options(path, name="m", dtype="keep", memory_budget=100_000))
-    with pytest.raises(ModelError, match=r"--memory-budget 0\.0001 GB"):
-        small.open()
-    small.close()
     assert mx.get_memory_limit() == before
 
 

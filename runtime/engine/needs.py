@@ -16,7 +16,7 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..budgets import SAFE_SHARE, check_memory_budget, max_safe_context, prefill_bytes
+from ..budgets import SAFE_SHARE, max_safe_context, prefill_bytes
 from ..device import ModelInfo
 from ..errors import ModelError
 from ..kvschemes import PLAIN_KV, KVScheme
@@ -72,19 +72,14 @@ def prefill_bytes_per_token(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def with_needs(info: ModelInfo, model: Module, path: Path, budget_bytes: int | None) -> ModelInfo:
-    """A loaded model's description with what it needs of memory.
-
-    Raises ModelError where that leaves nothing of the budget.
-    """
-    info = replace(
+def with_needs(info: ModelInfo, model: Module, path: Path) -> ModelInfo:
+    """A loaded model's description with what it needs of memory."""
+    return replace(
         info,
         memory_bytes=device_memory(),
         weights_bytes=weights_bytes(model),
         prefill_bytes_per_token=prefill_bytes_per_token(read_config(path)),
     )
-    check_memory_budget(info, budget_bytes)
-    return info
 
 
 def fit(path: Path, memory_bytes: int, *, dtype: Dtype = "auto", kv: KVScheme = PLAIN_KV) -> Fit:

@@ -148,11 +148,11 @@ def load_parts(options: Options) -> Parts:
 
 
 def described(parts: Parts, options: Options, layers: tuple[KVLayers, ...]) -> ModelInfo:
-    """The model as it runs: with the layers that a warm-up left. Raises ModelError over budget."""
+    """The model as it runs: with the layers that a warm-up left."""
     per_token = sum(alike.layers * alike.bytes_per_token for alike in layers)
     fixed = sum(alike.layers * alike.fixed_bytes for alike in layers)
     info = replace(parts.info, kv_layers=layers, kv_bytes_per_token=per_token, fixed_bytes=fixed)
-    return with_needs(info, parts.model, options.path, options.memory_budget)
+    return with_needs(info, parts.model, options.path)
 
 
 def has_kernels(folder: str | None) -> bool:
