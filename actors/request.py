@@ -108,6 +108,8 @@ class RequestActor:
         self.resumed = False
         self._row = row
         self._request = replace(request, prompt=with_thinking(request.prompt, settings.thinking))
+        # With what is asked for in words.
+        self._shown = self._request.prompt
         self._model = model
         self._tools = tools
         self._settings = settings
@@ -233,7 +235,8 @@ class RequestActor:
     async def _explain_cache(self, ids: tuple[int, ...]) -> None:
         if self._explainer is not None:
             tokenizer = self._tools.tokenizer
-            self._note = await self._explainer.explain(self._request, ids, tokenizer, self._build)
+            asked = replace(self._request, prompt=self._shown)
+            self._note = await self._explainer.explain(asked, ids, tokenizer, self._build)
 
     async def _build(self, prompt: Prompt) -> BuiltPrompt:
         return await self._tools.build(prompt, self._model.context_window or UNKNOWN_WINDOW)
@@ -250,12 +253,17 @@ class RequestActor:
         markers = self._markers()
         reasoning = None if markers is None else Reasoning(*markers, built.opens_reasoning)
         try:
-            return built, await self._tools.grammars.match(grammar, self._model, reasoning)
+            matcher = await self._tools.grammars.match(grammar, self._model, reasoning)
+            if matcher.unenforced:
+                left_out = ", ".join(matcher.unenforced)
+                self.warnings = (f"{grammar.param}: not enforced as format: {left_out}",)
+            return built, matcher
         except CannotCompile as error:
             self.warnings = (f"{grammar.param} is not enforced: {error}",)
         if isinstance(prompt, ChatPrompt):
             messages = with_instruction(prompt.messages, in_words(grammar))
-            built = await self._build(replace(prompt, messages=messages))
+            self._shown = replace(prompt, messages=messages)
+            built = await self._build(self._shown)
         return built, None
 
     def _markers(self) -> tuple[str, str] | None:

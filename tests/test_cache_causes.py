@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import trio
@@ -10,6 +11,8 @@ import trio.testing
 from company import company, run
 
 from mlx_troupe.actors.system import Runtime
+from mlx_troupe.actors.testing import ScriptedDevice
+from mlx_troupe.runtime.grammars import JsonGrammar
 from mlx_troupe.runtime.requests import (
     CacheNote,
     ChatPrompt,
@@ -109,6 +112,17 @@ async def test_a_template_that_shows_earlier_turns_otherwise_is_named(
     async with company(tokenizer=Template()) as (runtime, _):
         await told(runtime, chat("hello"))
         assert (await told(runtime, chat("hallo", "hi", "bye"))).reason == "text"
+
+
+async def test_a_format_asked_for_in_words_is_another_text() -> None:
+    """The instruction is a message that the next turn has not, or has; no setting of a template."""
+    beyond = JsonGrammar('{"type": "array", "uniqueItems": true}')
+    for first, second in ((beyond, None), (None, beyond)):
+        device = ScriptedDevice(decode_seconds=0.0, prefill_token_seconds=0.0)
+        async with company(device, tokenizer=Template()) as (runtime, _):
+            await told(runtime, replace(chat("hello"), grammar=first))
+            seen = await told(runtime, replace(chat("hello", "hi", "bye"), grammar=second))
+            assert seen.reason == "text"
 
 
 async def test_the_order_of_an_objects_keys_is_told_as_other_tools(
