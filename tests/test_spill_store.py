@@ -23,9 +23,10 @@ from spill_rig import (
 
 from mlx_troupe.runtime.spill.faults import Absent, SpillFault, TooLarge, Unfit
 from mlx_troupe.runtime.spill.files import Files
+from mlx_troupe.runtime.spill.format import Header
 from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
-from mlx_troupe.runtime.spill.store import SpillStore, key_of
+from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore, key_of
 
 
 def test_a_saved_state_comes_back_to_the_byte_after_a_restart(tmp_path: Path) -> None:
@@ -375,3 +376,28 @@ def test_what_shares_most_is_told_apart_by_setup_and_adapters(tmp_path: Path) ->
         assert each.nearest(ids, "n\nb") == (None, Near(10, 11), Near(8, 9))
         assert [each.count(namespace) for namespace in ("m", "m\nz", "n", "o")] == [3, 3, 2, 0]
         each.check_integrity()
+
+
+def test_files_that_do_not_say_their_setup_are_known_where_they_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without adapters from the start, the others with the first one that says it."""
+    ids = tuple(range(1, 21))
+    store = opened(tmp_path)
+    header = SpillStore._header
+
+    def silent(self: SpillStore, made: SpillEntry, whole: HostState) -> Header:
+        return replace(header(self, made, whole), setup="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillStore, "_header", silent)
+        for namespace, length in (("m", 4), ("m\na", 6), ("n", 8)):
+            made = entry(*ids[:length], 99, namespace=namespace)
+            store.save(made, state(made))
+    for each in (store, opened(tmp_path)):
+        assert [each.count(namespace) for namespace in ("m", "m\na", "n")] == [1, 1, 1]
+        assert each.nearest(ids, "m\nb").adapters == Near(4, 5)
+    store.save(made := entry(7, 8, 9, namespace="m\na"), state(made))
+    for each in (store, opened(tmp_path)):
+        assert [each.count(namespace) for namespace in ("m", "m\na", "n")] == [3, 3, 1]
+        assert each.nearest(ids, "m\nb").adapters == Near(6, 7)

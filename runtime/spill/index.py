@@ -84,8 +84,15 @@ class SpillIndex:
         kind: Kind,
         cuttable: bool,
     ) -> None:
-        """File an entry as the most recently used; ``ids`` packed in four bytes each."""
-        self._setups[namespace] = setup
+        """File an entry as the most recently used; ``ids`` packed in four bytes each.
+
+        One that does not say its ``setup`` (an older version wrote it) is taken for one without
+        adapters, whose namespace is its setup.
+        """
+        if setup:
+            self._setups[namespace] = setup
+        else:
+            self._setups.setdefault(namespace, namespace)
         packed = array("I", ids)
         snapshot = SnapshotId(next(self._clock))
         entry = Entry(snapshot, namespace, len(packed), size, kind, cuttable, used=snapshot)
