@@ -26,6 +26,7 @@ from mlx_troupe.runtime.grammars import (
     RegexGrammar,
     in_words,
 )
+from mlx_troupe.runtime.text.formats import PATTERNS
 from mlx_troupe.runtime.text.matching import (
     CannotCompile,
     GrammarCompiler,
@@ -136,6 +137,14 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "pattern": {"type": "string", "pattern": "^[a-f]+-[0-9]{2}$"},
     "date": {"type": "string", "format": "date"},
     "uuid": {"type": "string", "format": "uuid"},
+    **{name: {"type": "string", "format": name} for name in PATTERNS},
+    "format and pattern": {
+        "type": "string",
+        "format": "json-pointer",
+        "pattern": "^/[^b]*$",
+        "maxLength": 6,
+        "allOf": [{"pattern": "^.~?1?.?/"}],
+    },
     "range": {"type": "integer", "minimum": -3, "exclusiveMaximum": 12},
     "multipleOf": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
     "number": {"type": "number", "minimum": 0.5, "maximum": 2.5},
@@ -334,7 +343,6 @@ def test_what_is_no_schema_is_refused_by_name(
         (schema(**{"not": {"type": "string"}}), "not"),
         (schema(type="string", pattern="(?=a)b"), "look-around"),
         (schema(type="string", pattern="("), "unclosed"),
-        (schema(type="string", format="iri"), "iri"),
         (schema(enum=[]), "nsatisfiable"),
         (schema(type="integer", minimum=5, maximum=3), "nsatisfiable"),
         (schema(**{"$ref": "#"}), "no text"),
@@ -387,17 +395,86 @@ def test_formats_that_the_standard_does_not_know_say_nothing(
     compiler: GrammarCompiler, keywords: dict[str, Any]
 ) -> None:
     """Libraries write them into every second schema, whose rest is to be enforced."""
-    assert compiler.compile(schema(**keywords))
+    assert compiler.compile(schema(**keywords)).unenforced == ()
 
 
-def test_what_is_called_format_and_is_none_stays(compiler: GrammarCompiler) -> None:
-    """A property of this name, and values that hold such a key."""
+MIXED = schema(
+    type="object",
+    properties={
+        "pattern": {"type": "string", "format": "regex", "maxLength": 2},
+        "mail": {"anyOf": [{"type": "null"}, {"$ref": "#/x-parts/mail"}]},
+        "paths": {"type": "array", "items": {"$ref": "#/$defs/path"}},
+    },
+    required=["pattern", "mail", "paths"],
+    additionalProperties=False,
+    **{
+        "$defs": {"path": {"type": "string", "format": "relative-json-pointer"}},
+        "x-parts": {"mail": {"type": "string", "format": "idn-email"}},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"pattern":"(","mail":"@","paths":["0","1/a#"]}', True),
+        ('{"pattern":"(","mail":null,"paths":[]}', True),
+        ('{"pattern":"(((","mail":null,"paths":[]}', False),
+        ('{"pattern":"(","mail":5,"paths":[]}', False),
+        ('{"pattern":"(","mail":null,"paths":["a"]}', False),
+        ('{"pattern":"(","mail":null}', False),
+    ],
+)
+def test_a_format_that_is_not_enforced_is_told_and_all_else_is_enforced(
+    compiler: GrammarCompiler, text: str, fits: bool
+) -> None:
+    """Also of one where only a reference leads, and when the grammar was compiled before."""
+    for _ in range(2):
+        assert compiler.compile(MIXED).unenforced == ("idn-email", "regex")
+    assert compiler.compile(MIXED).copy().unenforced == ("idn-email", "regex")
+    assert accepts(compiler, MIXED, text) is fits
+
+
+@pytest.mark.parametrize("name", ["iri", "regex", "password"])
+def test_what_is_called_format_and_is_none_stays(compiler: GrammarCompiler, name: str) -> None:
+    """A property of this name, values that hold such a key, and what is an annotation."""
+    value = {"format": name}
     named = schema(
-        type="object", properties={"format": {"const": {"format": "x"}}}, required=["format"]
+        type="object",
+        properties={
+            "format": {"enum": [value], "default": value, "examples": [value]},
+            "const": {"const": value},
+            "default": {"type": "integer"},
+        },
+        required=["format", "const", "default"],
+        **{"x-form": value},
     )
-    assert accepts(compiler, named, '{"format":{"format":"x"}}')
-    assert not accepts(compiler, named, '{"format":{}}')
+    written = json.dumps({"format": value, "const": value, "default": 1}, separators=(",", ":"))
+    assert compiler.compile(named).unenforced == ()
+    assert accepts(compiler, named, written)
+    assert not accepts(compiler, named, written.replace(name, "x"))
+    assert not accepts(compiler, named, written.replace("1", '"x"'))
     assert not accepts(compiler, schema(type="string", format="date"), '"x"')
+
+
+NESTED = {"$id": "http://x/a", "$defs": {"b": {"type": "integer"}}, "$ref": "#/$defs/b"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "integers"),
+    [
+        ({"$defs": {"a": NESTED}, "$ref": "#/$defs/a"}, True),
+        ({"$defs": {"a": NESTED}, "$ref": "http://x/a"}, True),
+        ({"components": {"a": {"type": "integer"}}, "$ref": "#/components/a"}, True),
+        ({"x-note": {"$ref": "#/nowhere"}, "type": "string"}, False),
+        ({"const": {"$ref": "#/nowhere"}}, False),
+    ],
+)
+def test_references_are_followed_from_where_they_stand(
+    compiler: GrammarCompiler, wanted: dict[str, Any], integers: bool
+) -> None:
+    """From the nearest schema with an ``$id``; those in annotations and data are none."""
+    assert accepts(compiler, schema(**wanted), "1") is integers
 
 
 def test_an_object_of_two_thousand_properties_can_be_written(compiler: GrammarCompiler) -> None:

@@ -155,6 +155,22 @@ async def test_a_grammar_beyond_the_engine_is_asked_for_in_words() -> None:
     assert all(start.matcher is None for start in started)
 
 
+async def test_a_format_that_is_not_enforced_is_told_and_the_rest_is_enforced() -> None:
+    """The client is warned; the model is told nothing, for it cannot break what is enforced."""
+    loose = JsonGrammar(
+        '{"type": "string", "format": "regex", "maxLength": 3}', param="guided_json"
+    )
+    async with company(device(), tokenizer=ByteTokenizer()) as (runtime, scripted):
+        async with runtime.generate(chat(loose)) as generation:
+            text, end = await read(generation)
+            assert isinstance(end, Finished)
+            assert end.reason is FinishReason.STOP
+            assert len(json.loads(text)) <= 3
+            assert generation.warnings == ("guided_json: not enforced as format: regex",)
+        (start,) = [start for plan in scripted.plans for start in plan.start]
+    assert bytes(i for i in start.ids if i < 256).decode().startswith("user: Who?")
+
+
 async def test_a_raw_completion_is_warned_only() -> None:
     """There is nobody in a text to give an instruction to."""
     request = GenerationRequest(TextPrompt("Once"), max_tokens=3, grammar=BEYOND)

@@ -29,7 +29,7 @@ from ..grammars import (
     JsonGrammar,
     RegexGrammar,
 )
-from .schemas import check_schema, drop_other_formats
+from .schemas import check_schema, fit_formats
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -66,14 +66,16 @@ class Reasoning:
 class TokenMatcher:
     """Follows one row's tokens through its grammar. One owner, one thread at a time.
 
-    ``words`` is the length of its masks, in words of 32 tokens.
+    ``words`` is the length of its masks, in words of 32 tokens. ``unenforced`` are the formats of
+    the schema that it takes no notice of.
     """
 
-    __slots__ = ("engine", "words")
+    __slots__ = ("engine", "unenforced", "words")
 
-    def __init__(self, engine: LLMatcher, words: int) -> None:
+    def __init__(self, engine: LLMatcher, words: int, unenforced: tuple[str, ...] = ()) -> None:
         self.engine = engine
         self.words = words
+        self.unenforced = unenforced
 
     def take(self, token: int) -> bool:
         """Follow a token; True when the text is complete and nothing may come after it.
@@ -93,7 +95,7 @@ class TokenMatcher:
 
     def copy(self) -> TokenMatcher:
         """Another one at the same place."""
-        return TokenMatcher(self.engine.deep_copy(), self.words)
+        return TokenMatcher(self.engine.deep_copy(), self.words, self.unenforced)
 
     @property
     def fault(self) -> str:
@@ -116,7 +118,7 @@ class GrammarCompiler:
         self._eos_ids = sorted(i for i in eos_ids | tokenizer.eos_ids if i < vocab_size)
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[Grammar, Reasoning | None], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Grammar, Reasoning | None], TokenMatcher] = OrderedDict()
 
     def compile(self, grammar: Grammar, reasoning: Reasoning | None = None) -> TokenMatcher:
         """A matcher at the beginning of an answer.
@@ -129,13 +131,13 @@ class GrammarCompiler:
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
-                return self._matcher(known)
+                return known.copy()
         made = self._compile(grammar, reasoning)
         with self._lock:
             self._compiled[key] = made
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return self._matcher(made)
+            return made.copy()
 
     def prepare(self) -> None:
         """Read the tokenizer's tokens, which the first grammar would do otherwise.
@@ -145,14 +147,12 @@ class GrammarCompiler:
         with suppress(CannotCompile):
             self._known_vocabulary()
 
-    def _matcher(self, compiled: LLMatcher) -> TokenMatcher:
-        return TokenMatcher(compiled.deep_copy(), -(-self._vocab_size // 32))
-
-    def _compile(self, grammar: Grammar, reasoning: Reasoning | None) -> LLMatcher:
+    def _compile(self, grammar: Grammar, reasoning: Reasoning | None) -> TokenMatcher:
         # Imported when the first grammar comes: a server that never sees one starts sooner.
         from llguidance import LLMatcher, LLParserLimits
 
-        source = _source(grammar, reasoning)
+        body, unenforced = _body(grammar, reasoning)
+        source = _source(body, reasoning)
         limits = LLParserLimits(
             verbose_errors=False, max_items_in_row=MAX_ITEMS, step_max_items=10 * MAX_ITEMS
         )
@@ -163,7 +163,7 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise CannotCompile("no text satisfies it")
-        return matcher
+        return TokenMatcher(matcher, -(-self._vocab_size // 32), unenforced)
 
     def _known_vocabulary(self) -> LLTokenizer:
         with self._lock:
@@ -203,12 +203,12 @@ class _Vocabulary:
         return []
 
 
-def _source(grammar: Grammar, reasoning: Reasoning | None) -> str:
+def _source(body: Mapping[str, object], reasoning: Reasoning | None) -> str:
     """The engine's own description: the text's beginning, and the grammar as its body."""
     head = [_OPTIONS, "start: @body"]
     if reasoning is not None:
         head = [_OPTIONS, _start_with(reasoning)]
-    grammars = [{"lark_grammar": "".join(head)}, {"name": "body", **_body(grammar, reasoning)}]
+    grammars = [{"lark_grammar": "".join(head)}, {"name": "body", **body}]
     return json.dumps({"grammars": grammars})
 
 
@@ -220,32 +220,37 @@ def _start_with(reasoning: Reasoning) -> str:
     return f"{opening}thought[suffix={end}]: /(?s:.*)/\nblanks: /[ \\t\\r\\n]*/\n"
 
 
-def _body(grammar: Grammar, reasoning: Reasoning | None) -> Mapping[str, object]:
+def _body(
+    grammar: Grammar, reasoning: Reasoning | None
+) -> tuple[Mapping[str, object], tuple[str, ...]]:
+    """A grammar in the engine's words, and the formats that these leave out."""
     match grammar:
         case JsonGrammar():
-            return {"json_schema": _schema(grammar)}
+            schema, unenforced = _schema(grammar)
+            return {"json_schema": schema}, unenforced
         case RegexGrammar(pattern=pattern):
-            return {"lark_grammar": _OPTIONS + _regex(pattern, reasoning)}
+            text = _regex(pattern, reasoning)
         case ChoiceGrammar(choices=choices):
             listed = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            return {"lark_grammar": f"{_OPTIONS}start: {listed}\n"}
-        case ContextFreeGrammar(text=text):
-            return {"lark_grammar": _OPTIONS + _lark(text)}
+            text = f"start: {listed}\n"
+        case ContextFreeGrammar(text=given):
+            text = _lark(given)
         case _:
             assert_never(grammar)
+    return {"lark_grammar": _OPTIONS + text}, ()
 
 
-def _schema(grammar: JsonGrammar) -> Mapping[str, object]:
+def _schema(grammar: JsonGrammar) -> tuple[Mapping[str, object], tuple[str, ...]]:
     schema: dict[str, Any] = json.loads(grammar.schema)
     check_schema(schema, grammar.param)
-    drop_other_formats(schema)
+    unenforced = fit_formats(schema)
     # Set here in any case: among the engine's own options is one to ignore what it cannot do.
     options: dict[str, object] = {"whitespace_flexible": False}
     if grammar.whitespace_pattern is not None:
         options = {"whitespace_pattern": grammar.whitespace_pattern}
     elif grammar.any_whitespace:
         options = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}
-    return {**schema, "x-guidance": options}
+    return {**schema, "x-guidance": options}, unenforced
 
 
 def _regex(pattern: str, reasoning: Reasoning | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import InvalidRequest
+from .formats import PATTERNS
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 DIALECTS = frozenset(
@@ -24,38 +25,58 @@ DIALECTS = frozenset(
 )
 """Values of ``$schema`` whose meta-schemas are at hand: none is ever fetched."""
 
-DATA_KEYWORDS = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose values are data, in which nothing is a reference."""
+SCHEMA_KEYWORDS = frozenset(
+    {
+        "additionalItems",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "contains",
+        "contentSchema",
+        "else",
+        "if",
+        "items",
+        "not",
+        "oneOf",
+        "prefixItems",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    }
+)
+"""Keywords whose value is a schema, or a list of them. Those of all others are data."""
 
 MAP_KEYWORDS = frozenset(
-    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+    {
+        "$defs",
+        "definitions",
+        "dependencies",
+        "dependentSchemas",
+        "patternProperties",
+        "properties",
+    }
 )
 """Keywords whose values hold schemas by names of the client's own."""
 
-FORMATS = frozenset(
+KNOWN_FORMATS = frozenset(
     {
         "date",
         "date-time",
         "duration",
         "email",
         "hostname",
-        "idn-email",
-        "idn-hostname",
         "ipv4",
         "ipv6",
-        "iri",
-        "iri-reference",
-        "json-pointer",
-        "regex",
-        "relative-json-pointer",
         "time",
         "uri",
-        "uri-reference",
-        "uri-template",
         "uuid",
     }
 )
-"""All that the standard defines; the engine knows most of them."""
+"""Those that the engine enforces itself."""
+
+OTHER_FORMATS = frozenset({"idn-email", "idn-hostname", "regex"})
+"""Those of the standard that nobody here enforces: each would take a parser of its own."""
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
@@ -76,22 +97,39 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
     if refusal is not None:
         where, why = refusal
         raise InvalidRequest(f"{param}{where} is not valid in a JSON Schema: {why}", param=param)
-    for reference in _references(schema):
-        if not _leads_somewhere(schema, reference):
+    for part, document in _schemas(schema):
+        reference = _pointer_in(part)
+        if reference is not None and _place(document, reference) is None:
             raise InvalidRequest(
                 f"{param}: the reference {_short(reference)!r} leads nowhere", param=param
             )
 
 
-def drop_other_formats(schema: dict[str, Any]) -> None:
-    """Take every ``format`` out, in place, that the standard does not define.
+def fit_formats(schema: dict[str, Any]) -> tuple[str, ...]:
+    """Change every ``format``, in place, that the engine does not know: it refuses the schema.
 
-    Libraries write ``password``, ``path`` or ``binary`` there. By the standard these say nothing
-    about a text, and the engine would refuse the whole schema for one of them.
+    What a regular expression says as well becomes a ``pattern``. Others are left out; those of the
+    standard are returned. Names of the client's own, such as ``password`` or ``path``, say nothing
+    about a text.
     """
-    for part in _parts(schema):
-        if isinstance(name := part.get("format"), str) and name not in FORMATS:
-            del part["format"]
+    left_out = set[str]()
+    for part, _ in _schemas(schema):
+        name = part.get("format")
+        if not isinstance(name, str) or name in KNOWN_FORMATS:
+            continue
+        del part["format"]
+        if name in PATTERNS:
+            _add_pattern(part, PATTERNS[name])
+        elif name in OTHER_FORMATS:
+            left_out.add(name)
+    return tuple(sorted(left_out))
+
+
+def _add_pattern(schema: dict[str, Any], pattern: str) -> None:
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif isinstance(others := schema.setdefault("allOf", []), list):
+        others.append({"pattern": pattern})
 
 
 def _refusal(schema: dict[str, Any]) -> tuple[str, str] | None:
@@ -107,32 +145,45 @@ def _refusal(schema: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _references(schema: dict[str, Any]) -> Iterator[str]:
-    """All ``$ref`` by JSON pointer; others (anchors, other documents) are left to the engine."""
-    for part in _parts(schema):
-        reference = part.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            yield reference
+def _schemas(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The schema and all that belong to it, each with what its references begin at.
+
+    Those come last that stand where no schema is expected and that a reference leads to.
+    """
+    pending: list[tuple[Any, dict[str, Any]]] = [(schema, schema)]
+    referred: list[tuple[Any, dict[str, Any]]] = []
+    seen = set[int]()
+    while pending or referred:
+        part, document = pending.pop() if pending else referred.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part.get("$id"), str) and not part["$id"].startswith("#"):
+            document = part
+        yield part, document
+        pending += [(each, document) for each in _parts(part)]
+        if (reference := _pointer_in(part)) is not None:
+            referred.append((_place(document, reference), document))
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema and all objects in it that may be schemas, but for data."""
-    pending: list[Any] = [schema]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list):
-            pending += value
-        elif isinstance(value, dict):
-            yield value
-            for key, item in value.items():
-                if key in MAP_KEYWORDS and isinstance(item, dict):
-                    pending += item.values()
-                elif key not in DATA_KEYWORDS:
-                    pending.append(item)
+def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+    """What stands where schemas are expected, right below a schema."""
+    for key, value in schema.items():
+        if key in MAP_KEYWORDS and isinstance(value, dict):
+            yield from value.values()
+        elif key in SCHEMA_KEYWORDS:
+            yield from value if isinstance(value, list) else (value,)
 
 
-def _leads_somewhere(schema: Mapping[str, Any], reference: str) -> bool:
-    place: Any = schema
+def _pointer_in(schema: Mapping[str, Any]) -> str | None:
+    """Its ``$ref``, if that is a JSON pointer; anchors and other documents are the engine's."""
+    reference = schema.get("$ref")
+    return reference if isinstance(reference, str) and reference.startswith("#/") else None
+
+
+def _place(document: Mapping[str, Any], reference: str) -> Any:
+    """What a reference by JSON pointer leads to, or None."""
+    place: Any = document
     for part in unquote(reference[2:]).split("/"):
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(place, Mapping) and key in place:
@@ -140,8 +191,8 @@ def _leads_somewhere(schema: Mapping[str, Any], reference: str) -> bool:
         elif isinstance(place, list) and key.isdecimal() and int(key) < len(place):
             place = place[int(key)]
         else:
-            return False
-    return True
+            return None
+    return place
 
 
 def _short(text: str) -> str:
