@@ -10,7 +10,7 @@ from spill_rig import NAMESPACE, ODD, Ticks, entry, entry_files, faults, opened,
 from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.prefix.entries import Origin
 from mlx_troupe.runtime.spill import parents
-from mlx_troupe.runtime.spill.faults import Unfit
+from mlx_troupe.runtime.spill.faults import TooLarge, Unfit
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState, nbytes
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 
@@ -158,6 +158,46 @@ def test_a_state_of_another_form_is_written_whole(tmp_path: Path) -> None:
     store.save(long, encoded)
     assert store.load(long.key).state == encoded
     assert not faults(store)
+
+
+def grown(length: int, fixed: int, first: int = 0) -> tuple[SpillEntry, HostState]:
+    """A state of which ``fixed`` bytes are the same size at any length."""
+    made = entry(*IDS[:length], cuttable=False)
+    layer = HostLayer("arrays", (), (HostArray("uint8", (fixed,), bytes(fixed)),), (None,))
+    tokens = state(made, first)
+    return made, HostState(length, (*tokens.layers, layer), first)
+
+
+def test_a_chain_over_the_cap_is_written_as_one_file(tmp_path: Path) -> None:
+    """Where the files of all its turns have no room together, but the state has."""
+    store = opened(tmp_path, max_bytes=100_000)
+    for length in (100, 150, 200):
+        made, whole = grown(length, 30_000)
+        written = store.save(made, whole)
+        assert written > 30_000
+        store.check_integrity()
+    assert store.stats().evictions == 1
+    assert store.load(made.key).read_bytes == written, "it continues nothing"
+    assert store.load(made.key).state == whole
+    assert opened(tmp_path).load(made.key).state == whole
+    assert not faults(store)
+
+
+def test_a_row_whose_chain_is_over_the_cap_is_asked_for_all_of_it(tmp_path: Path) -> None:
+    """And a state that has no room in any form is refused at once, as too large."""
+    store = opened(tmp_path, max_bytes=100_000)
+    row = Origin(RowId(1), runs=True)
+    for length, first in ((100, 0), (150, 100)):
+        store.save(*grown(length, 30_000, first), row)
+    with pytest.raises(Unfit):
+        store.save(*grown(200, 30_000, 150), row)
+    made, whole = grown(200, 30_000)
+    store.save(made, whole, row)
+    assert store.load(made.key).state == whole
+    assert store.continued(row) == 200
+    with pytest.raises(TooLarge):
+        store.save(*grown(400, 95_000, 200), row)
+    assert store.crowded_out(IDS[:400], NAMESPACE) == "too_large"
 
 
 def test_a_ring_that_turned_is_written_whole_beside_shared_layers(tmp_path: Path) -> None:

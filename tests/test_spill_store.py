@@ -321,16 +321,22 @@ def test_a_state_larger_than_the_cap_costs_nothing(tmp_path: Path) -> None:
     assert faults(store) == {"too_large": 1}
 
 
-def test_a_delta_that_cannot_fit_beside_its_parent_costs_nothing(tmp_path: Path) -> None:
-    """What it continues must stay, and all the rest would not be room enough."""
+@pytest.mark.parametrize(("missing", "fault"), [(-200, Unfit), (1000, TooLarge)])
+def test_a_delta_that_cannot_fit_beside_its_parent_costs_nothing(
+    missing: int, fault: type[SpillFault], tmp_path: Path
+) -> None:
+    """What it continues must stay, and all the rest would not be room enough.
+
+    Where the whole state would fit, that is what had better be brought.
+    """
     clock = Ticks()
     ids = tuple(range(1, 200))
     parent, other, child = entry(*ids[:20]), entry(500, 501), entry(*ids)
     store = opened(tmp_path, clock=clock)
     held = store.save(parent, state(parent)) + store.save(other, state(other))
     size = opened(tmp_path / "elsewhere").save(child, state(child))
-    store = opened(tmp_path, max_bytes=size, clock=clock)
-    with pytest.raises(TooLarge):
+    store = opened(tmp_path, max_bytes=size - missing, clock=clock)
+    with pytest.raises(fault):
         store.save(child, state(child, 20))
     store.check_integrity()
     assert [store.has(each.key) for each in (parent, other)] == [True, True]

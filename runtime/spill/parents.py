@@ -14,7 +14,7 @@ from ..prefix.entries import Origin
 from .books import Slot
 from .faults import SpillFault, Unfit
 from .folder import SpillFolder, make_key
-from .format import Header, namespace_digest, pack_ids
+from .format import Header
 from .index import FileKey
 from .rows import LastFile, RowFiles
 from .sharing import LONGEST_CHAIN, fits, is_worth_sharing, starts_with
@@ -49,22 +49,22 @@ class Parents:
 
     @contextmanager
     def pinned(
-        self, namespace: str, ids: Sequence[int], state: HostState, origin: Origin | None
+        self, header: Header, ids: Sequence[int], state: HostState, origin: Origin | None
     ) -> Iterator[tuple[Slot, ...]]:
-        """The files that a state continues, pinned; none for one that is written whole.
+        """The files that a state of ``ids`` continues, pinned; none for one that is written whole.
 
         Raises Unfit: the state is a delta, and what it was made to continue is not here.
         """
         last = self._rows.last(origin)
-        digest = namespace_digest(namespace)
         if state.first:
-            with self._shelf.pinned(make_key(digest, pack_ids(ids[: state.first]))) as above:
+            key = make_key(header.namespace, header.ids[: 4 * state.first])
+            with self._shelf.pinned(key) as above:
                 if not above or (origin is not None and not (last and last.ends(above))):
                     raise Unfit(f"there is no state of the first {state.first} tokens")
                 yield above
             return
         with self._shelf.lock:
-            found = self._shelf.books.prefixes(ids, digest)[:1]
+            found = self._shelf.books.prefixes(ids, header.namespace)[:1]
             if last is not None and last.key in self._shelf.books:
                 found = (last.key,)
         with self._shelf.pinned(next(iter(found), None)) as above:

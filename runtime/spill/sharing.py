@@ -24,13 +24,22 @@ WORTH = 0.1
 def is_worth_sharing(state: HostState, first: int) -> bool:
     """Whether the first ``first`` tokens are much of a state, by their bytes."""
     tokens = state.length - state.first
-    movable = sum(
+    return _token_bytes(state) * first / tokens >= WORTH * nbytes(state)
+
+
+def left_out_bytes(state: HostState) -> int:
+    """About the bytes that a delta has not, of the whole state that it is the end of."""
+    return _token_bytes(state) * state.first // (state.length - state.first)
+
+
+def _token_bytes(state: HostState) -> int:
+    """Bytes of the arrays that hold something of each token."""
+    return sum(
         len(array.data)
         for layer in state.layers
         for array, axis in zip(layer.arrays, layer.token_axis, strict=True)
         if axis is not None
     )
-    return movable * first / tokens >= WORTH * nbytes(state)
 
 
 def fits(state: HostState, header: Header) -> bool:

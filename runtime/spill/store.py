@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..prefix.entries import Kind, Origin, model_of
-from .books import Slot, file_name
+from .books import Slot
 from .crowded import Crowded
-from .faults import Absent, Corrupt, DiskFull, SpillFault, TooLarge, Unfit
+from .faults import Absent, Corrupt, SpillFault, Unfit
 from .files import Files
 from .folder import SpillFolder, make_key
-from .format import Draft, Header, draft, namespace_digest, pack_ids, unpack_ids
+from .format import Header, namespace_digest, pack_ids, unpack_ids
 from .index import FileKey, Neighbours, SpillHit
-from .parents import Parents
 from .shelf import Shelf
-from .state import HostState, StateMismatch, cut_tokens, join
+from .state import HostState, StateMismatch, join
 from .values import Restored, StoreStats
+from .writer import Writer
 
 
 def key_of(namespace: str, ids: Sequence[int]) -> FileKey:
@@ -92,8 +92,7 @@ class SpillStore:
         self._clock = clock
         self._folder = SpillFolder(folder, Files() if files is None else files)
         self._shelf = Shelf(self._folder, max_bytes, clock)
-        self._parents = Parents(self._shelf, self._folder)
-        self._is_full = False
+        self._writer = Writer(self._shelf, self._folder)
 
     @property
     def folder(self) -> Path:
@@ -167,7 +166,7 @@ class SpillStore:
 
     def continued(self, origin: Origin | None) -> int:
         """How many tokens of a row's next state need not be brought: its last file holds them."""
-        return self._parents.length(origin)
+        return self._writer.parents.length(origin)
 
     def save(self, entry: SpillEntry, state: HostState, origin: Origin | None = None) -> int:
         """Write a state; returns the bytes once they are durable, 0 if it was here already.
@@ -175,35 +174,23 @@ class SpillStore:
         A state with ``first`` > 0 is a delta behind the entry of its first ids, which with
         an ``origin`` must be the row's last file. Of a whole one, too, only what lies behind an
         earlier entry is written, if that is the state's beginning to the byte; ``origin`` saves
-        comparing it with the row's last file. What a row kept on the way is dropped when a later
-        state of it is durable that does not cover it.
+        comparing it with the row's last file. Where the files together would be over the cap and
+        the whole state is not, it is written whole; Unfit then asks for it. What a row kept on the
+        way is dropped when a later state of it is durable that does not cover it.
         """
         with self._shelf.counted():
             header = self._header(entry, state)
             self._shelf.sync()
             if self._renew(entry.key, header):
                 return 0
-            last = self._parents.last(origin)
-            with self._parents.pinned(entry.namespace, entry.ids, state, origin) as above:
-                if above:
-                    state = cut_tokens(state, above[-1].length, state.length)
-                    header = self._parents.continued(above[-1], header, state, origin)
-                made = draft(header, state)
-                self._check_size(entry.key, made.header.size, above)
-                with self._shelf.room(made.header.size):
-                    self._write(entry.key, made)
-                    if not self._shelf.enter(entry.key, made.header, 0):
-                        self._shelf.remove((file_name(entry.key),))
-                        raise Unfit("what a delta continues went while it was written")
-            with self._shelf.lock:
-                self._shelf.crowded.returned(entry.key)
-            self._parents.note(origin, entry.key, made.header.digest)
+            last = self._writer.parents.last(origin)
+            written = self._writer.write(entry.key, entry.ids, header, state, origin)
             if last is not None and last.runs and not entry.cuttable:
                 with suppress(SpillFault):
                     self.drop(last.key)
             self._shelf.touch(entry.key)
             self._shelf.count("saves")
-            return made.header.size
+            return written.size
 
     def load(self, key: FileKey, *, upto: int | None = None) -> Restored:
         """Read a state back; with ``upto`` the shortest of those it continues that holds as much.
@@ -279,31 +266,6 @@ class SpillStore:
             parts.append(state)
         assert header is not None, "a chain has a first file"
         return header, parts
-
-    def _check_size(self, key: FileKey, size: int, above: Sequence[Slot]) -> None:
-        """Raise TooLarge for a file that would not fit if only what it continues were here."""
-        cap, total = self._shelf.max_bytes, size + sum(slot.size for slot in above)
-        if cap is not None and total > cap:
-            with self._shelf.lock:
-                self._shelf.crowded.note((key,), "too_large")
-            raise TooLarge(f"a state of {total} bytes under a cap of {cap}")
-
-    def _write(self, key: FileKey, made: Draft) -> None:
-        try:
-            self._folder.write(key, made, lambda count: self._shelf.count("bytes_written", count))
-        except DiskFull as full:
-            # Room is made once: while the disk stays full no more of the cache is given for it.
-            with self._shelf.lock:
-                was_full, self._is_full = self._is_full, True
-                most = self._shelf.books.bytes - made.header.size
-                names = () if was_full else self._shelf.books.make_room(0, most)
-            if not names:
-                raise
-            self._shelf.count_fault(full)
-            self._shelf.evict(names)
-            self._folder.write(key, made, lambda count: self._shelf.count("bytes_written", count))
-        with self._shelf.lock:
-            self._is_full = False
 
     def _header(self, entry: SpillEntry, state: HostState) -> Header:
         if state.length != len(entry.ids):
