@@ -191,6 +191,9 @@ class SpillActor:
         stats = self._disk.stats()
         # One that was postponed is missing, unless it was written when it was asked for again.
         dropped = self._since_last("dropped", "over_budget")
+        crowded = {each.snapshot for each in absent if self._disk.crowded_out(each) is not None}
+        # They were given up for it, and are told as what they are now.
+        dropped -= len(self.queue.take_unfit() & crowded)
         failed = self._since_last("failed")
         return FlushReport(
             durable=not (missing or len(self.queue) or dropped or failed),
@@ -201,7 +204,7 @@ class SpillActor:
             on_device=self.queue.on_device,
             dropped=dropped,
             failed=failed,
-            crowded=sum(self._disk.crowded_out(each) is not None for each in absent),
+            crowded=len(crowded),
             seconds=seconds,
             entries=stats.entries,
             longest_tokens=stats.longest_tokens,

@@ -42,7 +42,8 @@ class FlushReport:
         pending, pending_bytes: states that still wait to be written; on_device: those of them
             that only the device has.
         dropped, failed: states that were given up since the last report.
-        crowded: of those missing, those that the disk's cap has no room for.
+        crowded: of those missing, those that the disk's cap has no room for; these are not among
+            the dropped.
         seconds: what it took.
         entries: states on the disk; longest_tokens: of the longest of them.
     """

@@ -167,6 +167,26 @@ def test_a_copy_takes_what_was_asked_for_of_a_state() -> None:
     assert q.copied_bytes == 0
 
 
+def test_states_without_room_on_the_disk_are_told_apart_while_memory_has_them() -> None:
+    """Once memory has let go of one it was given up; and each is told once."""
+    q = queue()
+    for number in range(1, 5):
+        q.offer(state(number, number), 0)
+        q.unfitting(take(q))
+    q.let_go((SnapshotId(2),))
+    q.offer(state(9, 9), 0)
+    gone = take(q)
+    q.let_go((gone.snapshot,))
+    q.unfitting(gone)
+    assert q.counts["dropped"] == 5
+    assert q.take_unfit() == {1, 3, 4}
+    assert not q.take_unfit()
+    q.offer(state(10, 10), 0)
+    q.unfitting(take(q))
+    q.lost()
+    assert not q.take_unfit()
+
+
 def test_only_so_many_bytes_stay_for_the_disk_alone() -> None:
     """Beyond the bound a state that memory let go is given up."""
     q = queue(keep=15)

@@ -259,12 +259,13 @@ async def test_a_flush_writes_in_no_circle_where_the_disk_is_smaller_than_memory
 
 
 async def test_a_state_larger_than_the_cap_is_judged_once(tmp_path: Path) -> None:
-    """It is dropped and counted at first; later flushes only say that it is not there."""
+    """It is counted as dropped, and every flush says that there is no room for it, and only that."""
     disk = FolderDisk(SpillStore(tmp_path, max_bytes=1_000))
     async with company(disk=disk) as (runtime, _):
         await stream(runtime, 900)
         first = await runtime.flush_cache(PATIENCE)
-        assert (first.missing, first.crowded, first.dropped, first.failed) == (1, 1, 1, 0)
+        assert (first.missing, first.crowded, first.dropped, first.failed) == (1, 1, 0, 0)
+        assert figures(runtime)["dropped_spills"] == 1
         for _ in range(2):
             await stream(runtime, 900)
             again = await runtime.flush_cache(PATIENCE)

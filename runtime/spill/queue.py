@@ -137,6 +137,7 @@ class SaveQueue:
         self._owned_bytes = 0
         self._bytes = 0
         self._freed: list[SnapshotId] = []
+        self._unfit: set[SnapshotId] = set()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self.counts: Counter[str] = Counter() if counts is None else counts
         # Whether bytes that leave the device are copies; only who asks for them can know.
@@ -211,6 +212,7 @@ class SaveQueue:
     def let_go(self, snapshots: Iterable[SnapshotId]) -> None:
         """The memory tier has no use for these states any more."""
         for snapshot in snapshots:
+            self._unfit.discard(snapshot)
             waiting = self._waiting.get(snapshot)
             if waiting is not None and self._owned_bytes + waiting.nbytes <= self._keep:
                 self._own(waiting)
@@ -269,7 +271,14 @@ class SaveQueue:
 
     def unfitting(self, candidate: Candidate) -> None:
         """A state in hand is larger than there may ever be room for."""
+        if candidate.snapshot not in self._owned:
+            self._unfit.add(candidate.snapshot)
         self._end(candidate, "dropped")
+
+    def take_unfit(self) -> frozenset[SnapshotId]:
+        """States that were too large and that the memory tier still has, each told once."""
+        unfit, self._unfit = frozenset(self._unfit), set()
+        return unfit
 
     def needless(self, candidate: Candidate) -> None:
         """A state in hand turned out to be gone, or to be on the disk already."""
@@ -285,6 +294,7 @@ class SaveQueue:
         self._owned.clear()
         self._owned_bytes = 0
         self._freed.clear()
+        self._unfit.clear()
 
     def _hand(self, candidate: Candidate) -> _InHand:
         hand = self._in_hand.get(candidate.snapshot)
