@@ -259,7 +259,7 @@ async def test_a_flush_writes_in_no_circle_where_the_disk_is_smaller_than_memory
 
 
 async def test_a_state_larger_than_the_cap_is_judged_once(tmp_path: Path) -> None:
-    """It is counted as dropped, and every flush says that there is no room for it, and only that."""
+    """It counts as dropped, and every flush says that there is no room for it, and only that."""
     disk = FolderDisk(SpillStore(tmp_path, max_bytes=1_000))
     async with company(disk=disk) as (runtime, _):
         await stream(runtime, 900)
