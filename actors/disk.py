@@ -99,7 +99,10 @@ class Disk(Protocol):
         ...
 
     def close_session(self, session: str) -> bool:
-        """What is here of a chat is nobody's from now on and goes first; False if nothing is."""
+        """What is here of a chat is nobody's from now on and goes first; False if nothing is.
+
+        :meth:`note_closed` has it outlive the process.
+        """
         ...
 
     def continued(self, candidate: Candidate) -> int:
@@ -120,6 +123,10 @@ class Disk(Protocol):
 
     async def load(self, entry: OnDisk) -> Loaded:
         """Read a state. Raises SpillFault."""
+        ...
+
+    async def note_closed(self) -> None:
+        """Note on the disk which chats were closed, where that can be noted."""
         ...
 
     async def reject(self, entry: OnDisk) -> None:
@@ -219,6 +226,10 @@ class FolderDisk:
         work = partial(self._store.load, key, upto=entry.useful)
         found = await self._on_thread(work, self._reads)
         return Loaded(found.state, found.ids, found.kind, found.session)
+
+    async def note_closed(self) -> None:
+        """As :meth:`Disk.note_closed`."""
+        await self._on_thread(self._store.note_closed, self._writes)
 
     async def reject(self, entry: OnDisk) -> None:
         """As :meth:`Disk.reject`."""

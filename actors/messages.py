@@ -27,7 +27,7 @@ from mlx_troupe.runtime.scheduling.effects import (
 )
 
 from .reply import Reply
-from .spill_messages import Flush, FlushDisk, Forget, Prefetch, Restore, Restored, Save
+from .spill_messages import Closed, Flush, FlushDisk, Forget, Prefetch, Restore, Restored, Save
 
 # ---- to the scheduler ----------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ CacheMessage: TypeAlias = (
 # ---- to the spill actor --------------------------------------------------------------------
 
 
-SpillMessage: TypeAlias = Save | Forget | Restore | FlushDisk | DeviceLost
+SpillMessage: TypeAlias = Save | Forget | Restore | Closed | FlushDisk | DeviceLost
 
 # ---- to the adapters -----------------------------------------------------------------------
 

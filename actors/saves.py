@@ -8,6 +8,7 @@ rows run there are pauses; the states of these rows wait for neither.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import trio
 
@@ -118,7 +119,7 @@ class Saves:
         if not self._queue.may_write(candidate, _file_bytes(state), began):
             return 0.0
         try:
-            written = await self._disk.save(candidate, state)
+            written = await self._write(candidate, state)
         except SpillFault as fault:
             if isinstance(fault, Unfit) and state.first:
                 # Its form has changed (a row's keys are encoded from some length on), or what it
@@ -133,6 +134,15 @@ class Saves:
             self._complaints.forget()
             self._queue.written(candidate, written, trio.current_time())
         return trio.current_time() - began
+
+    async def _write(self, candidate: Candidate, state: HostState) -> int:
+        session = self._queue.session_of(candidate)
+        written = await self._disk.save(replace(candidate, session=session), state)
+        if session is not None and self._queue.session_of(candidate) is None:
+            # Its chat was closed meanwhile.
+            self._disk.close_session(session)
+            await self._disk.note_closed()
+        return written
 
     async def _export(self, candidate: Candidate, whole: bool) -> HostState:
         layers: list[HostLayer] = []

@@ -27,7 +27,7 @@ from .messages import CacheMessage, DeviceLost, SpillMessage
 from .reply import Bell
 from .restores import Restores
 from .saves import Saves
-from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Save
+from .spill_messages import Closed, FlushDisk, FlushReport, Forget, Restore, Save
 from .telling import Complaints
 
 QUEUE_BYTES = 2 << 30
@@ -96,6 +96,8 @@ class SpillActor:
         )
         # The folder cannot be opened: nothing is written until it is tried again.
         self._is_shut = False
+        # Closed chats that the disk is being told of.
+        self._noting = 0
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -119,7 +121,7 @@ class SpillActor:
                     self._restores.ask(entry)
                 case FlushDisk():
                     self._flushes.append(message)
-                case Save() | DeviceLost():
+                case Save() | Closed() | DeviceLost():
                     pass
                 case _:
                     assert_never(message)
@@ -144,6 +146,10 @@ class SpillActor:
                     self.queue.let_go(snapshots)
                 case Restore(entry):
                     self._restores.ask(entry)
+                case Closed(session):
+                    self.queue.close_session(session)
+                    self._noting += 1
+                    nursery.start_soon(self._note_closed)
                 case FlushDisk():
                     self._flushes.append(message)
                     nursery.start_soon(self._flush, message)
@@ -153,6 +159,11 @@ class SpillActor:
                     assert_never(message)
             self._saves.release()
             self._bell.ring()
+
+    async def _note_closed(self) -> None:
+        await self._disk.note_closed()
+        self._noting -= 1
+        self._bell.ring()
 
     async def _open(self) -> None:
         while True:
@@ -180,7 +191,7 @@ class SpillActor:
     async def _flush(self, flush: FlushDisk) -> None:
         began = trio.current_time()
         with trio.move_on_at(flush.until):
-            while len(self.queue) and not self._is_shut:
+            while (len(self.queue) or self._noting) and not self._is_shut:
                 await self._bell.wait()
         flush.reply.set(self._report(flush, trio.current_time() - began))
         self._flushes.remove(flush)

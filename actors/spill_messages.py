@@ -95,6 +95,13 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Closed:
+    """Nobody goes on with a chat: its states are nobody's, those to come too. No answer."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
 class FlushDisk:
     """Answer when nothing waits to be written any more, or when it is ``until``.
 

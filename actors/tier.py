@@ -23,7 +23,7 @@ from .messages import (
     SpillMessage,
 )
 from .reply import Reply
-from .spill_messages import FlushDisk, FlushReport, Forget, Restore, Save
+from .spill_messages import Closed, FlushDisk, FlushReport, Forget, Restore, Save
 
 RESTORES = 16
 """States that may be on their way back at once; one more is a miss."""
@@ -201,7 +201,9 @@ class SsdTier:
         for kept in self._kept.values():
             if kept.candidate.session == session:
                 kept.candidate = replace(kept.candidate, session=None)
-        return self._disk.close_session(session)
+        closed = self._disk.close_session(session)
+        self._spill.post(Closed(session))
+        return closed
 
     def idle(self, now: float) -> tuple[SnapshotId, ...]:
         """States that nobody used for long and that are safe, which may leave memory now.

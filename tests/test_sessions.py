@@ -198,6 +198,39 @@ async def test_a_session_outlives_a_restart(autojump_clock: trio.testing.MockClo
         assert not await runtime.close_session("b")
 
 
+async def test_a_closed_session_is_closed_after_a_restart(tmp_path: Path) -> None:
+    """What it left serves others, and is nobody's; closing it again finds nothing."""
+    async with company(disk=FolderDisk(SpillStore(tmp_path))) as (runtime, _):
+        await run(runtime, chat(2, "b"))
+        await settle(runtime)
+        assert (await runtime.flush_cache(60)).durable
+        assert await runtime.close_session("b")
+        assert (await runtime.flush_cache(60)).durable
+    async with company(disk=FolderDisk(SpillStore(tmp_path))) as (runtime, _):
+        assert not await runtime.close_session("b")
+        assert (await cached(runtime, branch(2)))[1] == 40
+        await settle(runtime)
+        assert sessions(runtime) == 0
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+async def test_a_session_is_closed_for_what_is_not_written_yet(
+    busy: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A state that waits for the disk, or is on its way, does not bring the name back."""
+    disk = ScriptedDisk(save_seconds=10)
+    async with company(disk=disk) as (runtime, _):
+        for number in range(busy):
+            await run(runtime, chat(number + 5))
+        await run(runtime, chat(2, "b"))
+        await settle(runtime)
+        assert len(disk.states) == 0
+        assert await runtime.close_session("b")
+        assert (await runtime.flush_cache(60)).durable
+        kept = [candidate for candidate, _ in disk.states.values()]
+        assert [candidate.session for candidate in kept] == [None] * (busy + 1)
+
+
 @pytest.mark.parametrize("restored", [True, False])
 async def test_closing_forgets_what_a_chat_has_on_disk(restored: bool, tmp_path: Path) -> None:
     """It is told that something was kept, and the files of that chat make way for others first."""

@@ -248,6 +248,25 @@ def test_closing_a_chat_takes_nothing_that_another_one_has_too(
     assert [store.has(each.key) for each in (older, both, new)] == [False, True, True]
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_closed_chat_stays_closed(is_used: bool, tmp_path: Path) -> None:
+    """After a restart, too, its file is nobody's and the first to go, unless it was used again."""
+    clock = Ticks()
+    older, own, new = (entry(n, n + 1) for n in (1, 3, 5))
+    store = opened(tmp_path, clock=clock)
+    for each, session in ((older, None), (own, "a")):
+        store.save(replace(each, session=session), state(each))
+    assert store.close_session("a")
+    if is_used:
+        store.load(own.key)
+    store.note_closed()
+    store = opened(tmp_path, max_bytes=store.stats().bytes + 100, clock=clock)
+    assert store.close_session("a") is is_used
+    store = opened(tmp_path, max_bytes=store.stats().bytes + 100, clock=clock)
+    store.save(new, state(new))
+    assert [store.has(each.key) for each in (older, own)] == [not is_used, is_used]
+
+
 def test_what_was_crowded_out_may_come_back_once_something_was_dropped(tmp_path: Path) -> None:
     """There is room again, and nobody is told any more that there is none."""
     first, second = entry(1, 2), entry(3, 4)

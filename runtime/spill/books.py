@@ -149,12 +149,17 @@ class Books:
             self._index.touch(key)
         return self._latest_ns
 
-    def close_session(self, session: str) -> bool:
-        """Nobody goes on with this chat: its files are the first to go. False if it has none."""
+    def close_session(self, session: str) -> tuple[FileKey, ...]:
+        """Nobody goes on with this chat: its files, which are returned, are the first to go."""
         closed = [slot for slot in self._slots.values() if slot.session == session]
         for slot in closed:
             slot.session, slot.used_ns = None, 0
-        return bool(closed)
+        return tuple(slot.key for slot in closed)
+
+    def is_wanted(self, key: FileKey) -> bool:
+        """Whether an entry was used since its chat was closed, if that was."""
+        slot = self._slots.get(key)
+        return slot is None or slot.used_ns > 0
 
     def chain(self, key: FileKey, upto: int | None = None) -> tuple[Slot, ...]:
         """The files that an entry's state is joined from, the whole one first.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from typing import Literal, TypeAlias
@@ -223,6 +223,19 @@ class SaveQueue:
                 self._own(hand.candidate)
             else:
                 self._freed.append(snapshot)
+
+    def close_session(self, session: str) -> None:
+        """States of this chat are nobody's."""
+        for snapshot, waiting in self._waiting.items():
+            if waiting.session == session:
+                self._waiting[snapshot] = replace(waiting, session=None)
+        for hand in self._in_hand.values():
+            if hand.candidate.session == session:
+                hand.candidate = replace(hand.candidate, session=None)
+
+    def session_of(self, candidate: Candidate) -> str | None:
+        """The chat of a state in hand, unless it was closed."""
+        return self._hand(candidate).candidate.session
 
     def take(self, now: float, *, urgent: bool = False) -> Candidate | None:
         """The next state to write, which is then in hand; those over the budget are given up.

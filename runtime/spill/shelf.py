@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from .books import SUFFIX, Books, Slot, file_name
 from .crowded import CrowdedOut
@@ -140,6 +141,16 @@ class Shelf:
             used_ns = self.books.touch(key, int(self._clock() * 1e9))
         self.folder.touch(file_name(key), used_ns)
 
+    def note_unwanted(self, key: FileKey) -> None:
+        """Note on a file that nobody wants it, unless it was used again.
+
+        Its time is that: what a file says is never changed, for others name it by its digest.
+        """
+        with self.lock:
+            is_wanted = self.books.is_wanted(key)
+        if not is_wanted:
+            self.folder.touch(file_name(key), 0)
+
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter."""
         with self.lock:
@@ -195,7 +206,10 @@ class Shelf:
                 self._bury(name, size)
                 continue
             try:
-                found.append((used_ns, key, self.folder.header(key)))
+                header = self.folder.header(key)
+                # As note_unwanted left it.
+                header = header if used_ns else replace(header, session="")
+                found.append((used_ns, key, header))
             except Absent:
                 continue
             except SpillFault as fault:

@@ -93,6 +93,7 @@ class SpillStore:
         self._folder = SpillFolder(folder, Files() if files is None else files)
         self._shelf = Shelf(self._folder, max_bytes, clock)
         self._writer = Writer(self._shelf, self._folder)
+        self._closed: list[FileKey] = []
 
     @property
     def folder(self) -> Path:
@@ -159,10 +160,19 @@ class SpillStore:
     def close_session(self, session: str) -> bool:
         """What is here of a chat is nobody's from now on and goes first; False if nothing is.
 
-        The files themselves are not changed: they say so again after a restart.
+        A restart knows of it once :meth:`note_closed` was called.
         """
         with self._shelf.lock:
-            return self._shelf.books.close_session(session)
+            closed = self._shelf.books.close_session(session)
+            self._closed += closed
+            return bool(closed)
+
+    def note_closed(self) -> None:
+        """Note on the files which chats were closed."""
+        with self._shelf.lock:
+            closed, self._closed = self._closed, []
+        for key in closed:
+            self._shelf.note_unwanted(key)
 
     def continued(self, origin: Origin | None) -> int:
         """How many tokens of a row's next state need not be brought: its last file holds them."""
