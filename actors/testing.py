@@ -290,10 +290,12 @@ class ScriptedDevice(ScriptedStates):
             raise ContractBroken("a source that cannot be cut was cut")
         return state[:length]
 
-    def _fail(self, row_id: RowId, reason: str, failed: list[RowFailed]) -> None:
+    def _fail(
+        self, row_id: RowId, reason: str, failed: list[RowFailed], param: str | None = None
+    ) -> None:
         self.rows.pop(row_id, None)
         self._failed.add(row_id)
-        failed.append(RowFailed(row_id, reason))
+        failed.append(RowFailed(row_id, reason, param))
 
     def _prefill(self, row_id: RowId, count: int, failed: list[RowFailed]) -> None:
         if row_id in self._failed:
@@ -320,7 +322,7 @@ class ScriptedDevice(ScriptedStates):
         try:
             token, ends = row.follow(self.script(row.ids))
         except MatchFailed as error:
-            self._fail(row_id, str(error), failed)
+            self._fail(row_id, str(error), failed, error.param)
             return
         row.state = row.ids
         row.sampled.append(token)

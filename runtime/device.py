@@ -218,10 +218,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """A row could not go on and is gone from the device; nobody else was touched."""
+    """A row could not go on and is gone from the device; nobody else was touched.
+
+    ``param`` names the field of the request that is to blame; None: the fault is not the client's.
+    """
 
     row: RowId
     reason: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Every error that crosses a layer, by who is at fault.
 
     TroupeError
-    ├── RequestError            the client's fault; nothing was started
+    ├── RequestError            the client's fault; nothing was started, or a grammar grew too large
     │   ├── InvalidRequest          a value that cannot be served
     │   ├── ContextLengthExceeded   the prompt fills the model's window
     │   ├── Unsupported             a feature that this server does not offer

@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from company import company
 
+from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.testing import MODEL, ScriptedRuntime, said
 from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.completions import completion_call
 from mlx_troupe.http.wire.structured import MAX_TEXT
+from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.grammars import (
     ANY_OBJECT,
@@ -21,6 +24,7 @@ from mlx_troupe.runtime.grammars import (
     JsonGrammar,
     RegexGrammar,
 )
+from mlx_troupe.runtime.text.testing import EOS, ByteTokenizer
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
@@ -180,3 +184,34 @@ async def test_without_warnings_there_is_no_header() -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     response = await app.test_client().post("/v1/chat/completions", json=body)
     assert "Warning" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_grammar_that_grows_too_large_in_mid_answer_is_a_400_by_name(
+    path: str, stream: bool
+) -> None:
+    """The error of a stream comes behind what was said; the next request is served."""
+    branches = "|".join(f'"x{n}"' for n in range(2100))
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "prompt": "Hi",
+        "stream": stream,
+        "guided_grammar": f'start: "well, " list\nlist: {branches}',
+    }
+    model = ModelInfo("scripted", 300, 4096, frozenset({EOS}), namespace="s")
+    scripted = ScriptedDevice(model, len, decode_seconds=0.0, prefill_token_seconds=0.0)
+    async with company(scripted, tokenizer=ByteTokenizer()) as (runtime, _):
+        client = create_app(runtime).test_client()
+        response = await client.post(path, json=body)
+        text = (await response.get_data()).decode()
+        assert response.status_code == (200 if stream else 400)
+        *said_before, last = text.removesuffix("\n\n").split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == "guided_grammar"
+        assert "items; max is 2000" in error["message"]
+        assert bool(said_before) is stream
+        assert "[DONE]" not in text
+        good = {**body, "guided_grammar": 'start: "well"', "stream": False}
+        assert (await client.post(path, json=good)).status_code == 200

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import random
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -26,6 +28,7 @@ from mlx_troupe.runtime.grammars import (
     RegexGrammar,
     in_words,
 )
+from mlx_troupe.runtime.text import matching
 from mlx_troupe.runtime.text.formats import PATTERNS
 from mlx_troupe.runtime.text.matching import (
     CannotCompile,
@@ -366,6 +369,46 @@ def test_what_cannot_be_compiled_says_why_in_one_line(
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert 0 < len(str(caught.value)) <= 200
+
+
+BRANCHES = "|".join(f'"x{n}"' for n in range(2100))
+"""More than a grammar may have at one place."""
+
+
+def test_a_limit_of_the_engine_names_the_field_and_a_wrong_token_does_not(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a token or a mask goes beyond it, and for each request its own field's name."""
+    wide = ContextFreeGrammar(f"start: list\nlist: {BRANCHES}\n", "a")
+    for grammar in (wide, replace(wide, param="b")):
+        matcher = compiler.compile(grammar)
+        with pytest.raises(MatchFailed, match="items; max is 2000") as caught:
+            matcher.take(ord("x"))
+        assert caught.value.param == grammar.param
+        with pytest.raises(MatchFailed) as caught:
+            matcher.allowed()
+        assert caught.value.param == grammar.param
+    with pytest.raises(MatchFailed) as caught:
+        compiler.compile(wide).take(ord("y"))
+    assert caught.value.param is None
+    monkeypatch.setattr(matching, "MAX_ITEMS", 10)
+    ambiguous = ContextFreeGrammar('start: a\na: a a | "x"\n', "c")
+    matcher = GrammarCompiler(TOKENIZER, VOCAB).compile(ambiguous)
+    with pytest.raises(MatchFailed, match="Too many items") as caught:
+        collections.deque((matcher.allowed() and matcher.take(ord("x")) for _ in range(100)), 0)
+    assert caught.value.param == "c"
+
+
+@pytest.mark.parametrize("reasoning", [None, CHOOSES, OPENED])
+def test_as_many_choices_as_may_be_sent_can_be_followed(
+    compiler: GrammarCompiler, reasoning: Reasoning | None
+) -> None:
+    """Each to its end and no further; one that begins another one may go on."""
+    many = ChoiceGrammar(("1", *(f"{n} é" for n in range(9_999))))
+    thought = "" if reasoning is None else "<think>Hm</think>"
+    thought = thought.removeprefix("<think>") if reasoning is OPENED else thought
+    for text, fits in (("9998 é", True), ("1", True), ("1 é", True), ("9999 é", False)):
+        assert accepts(compiler, many, thought + text, reasoning=reasoning) is fits
 
 
 def test_large_schemas_compile_or_are_refused(compiler: GrammarCompiler) -> None:

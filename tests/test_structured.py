@@ -28,8 +28,15 @@ from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.masks import MaskMaker
 from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.grammars import ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar
+from mlx_troupe.runtime.grammars import (
+    ChoiceGrammar,
+    ContextFreeGrammar,
+    Grammar,
+    JsonGrammar,
+    RegexGrammar,
+)
 from mlx_troupe.runtime.requests import Sampling
+from mlx_troupe.runtime.text import matching
 from mlx_troupe.runtime.text.matching import GrammarCompiler, MatchFailed
 from mlx_troupe.runtime.text.testing import ByteTokenizer
 
@@ -233,6 +240,31 @@ def test_a_matcher_that_fails_takes_its_own_row_along_and_no_other(
     assert all(each.reason for each in failing.failed)
     assert failing.text(RowId(1)) == whole.text(RowId(1))
     assert json.loads(failing.text(RowId(1)))["b"] == "x"
+
+
+def test_a_grammar_beyond_the_engine_s_limits_takes_its_own_row_along_and_is_named(
+    stage: Callable[..., Stage], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a token or at a mask, among rows and alone; the others write on."""
+    wide = "|".join(f'"no {n}"' for n in range(2100))
+    broken = compiler.compile(ContextFreeGrammar(f'start: "hello" list\nlist: {wide}', "field"))
+    monkeypatch.setattr(matching, "MAX_ITEMS", 10)
+    narrow = GrammarCompiler(ByteTokenizer(), VOCAB, frozenset({EOS}))
+    masked = narrow.compile(ContextFreeGrammar('start: a\na: a a | "o"\n', "mask"))
+    grammar = JsonGrammar(json.dumps(SCHEMAS[5]), any_whitespace=False)
+    together, alone = stage(), stage()
+    together.start(RowId(1), prompt(9), Sampling(), compiler.compile(grammar))
+    together.start(RowId(2), prompt(5), Sampling(), broken.copy())
+    together.start(RowId(3), prompt(6), Sampling(), masked)
+    together.decode(60, [RowId(n) for n in (1, 2, 3)])
+    alone.start(RowId(2), prompt(5), Sampling(), broken)
+    alone.decode(30, [RowId(2)])
+    # Later plans name rows that are gone.
+    first = {each.row: each.param for each in reversed(together.failed)}
+    assert first == {RowId(2): "field", RowId(3): "mask"}
+    assert alone.failed[0].param == "field"
+    assert together.text(RowId(2)) == alone.text(RowId(2)) == "hell"
+    assert json.loads(together.text(RowId(1)))["b"] == "x"
 
 
 def test_masks_are_begun_as_soon_as_their_tokens_are_under_way(

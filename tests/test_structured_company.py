@@ -16,7 +16,13 @@ from mlx_troupe.actors import grammars as compiling
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Overloaded
-from mlx_troupe.runtime.grammars import ChoiceGrammar, Grammar, JsonGrammar, RegexGrammar
+from mlx_troupe.runtime.grammars import (
+    ChoiceGrammar,
+    ContextFreeGrammar,
+    Grammar,
+    JsonGrammar,
+    RegexGrammar,
+)
 from mlx_troupe.runtime.requests import (
     Channel,
     ChatPrompt,
@@ -255,6 +261,28 @@ async def test_a_matcher_that_fails_is_its_own_request_s_failure() -> None:
             text, end = await read(whole)
             assert isinstance(end, Finished)
             assert set(json.loads(text)) == {"name", "age"}
+
+
+async def test_a_grammar_that_grows_too_large_is_the_client_s_fault_by_name() -> None:
+    """The answer up to there is told; the others go on, and so does the company."""
+    wide = "|".join(f'"x{n}"' for n in range(2100))
+    beyond = ContextFreeGrammar(f'start: "well, " list\nlist: {wide}', "guided_grammar")
+    async with (
+        company(device(), tokenizer=ByteTokenizer()) as (runtime, scripted),
+        runtime.generate(chat(beyond)) as failing,
+        runtime.generate(chat(NAMED)) as whole,
+    ):
+        text, end = await read(failing)
+        assert text == "well,"
+        assert isinstance(end, Failed)
+        assert isinstance(end.error, InvalidRequest)
+        assert end.error.param == "guided_grammar"
+        text, end = await read(whole)
+        assert isinstance(end, Finished)
+        assert set(json.loads(text)) == {"name", "age"}
+        assert isinstance((await run(runtime, chat(NAMED)))[1], Finished)
+        await settle(runtime)
+        assert not scripted.rows
 
 
 async def test_a_client_that_leaves_takes_its_grammar_along() -> None:

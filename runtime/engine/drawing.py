@@ -15,20 +15,28 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..device import Sampled
+from ..text.matching import MatchFailed
 from .lazy import ids_of, start
 from .logprobs import Scores
 from .masks import MaskMaker, Masks, Ticket
 from .rows import Row
 from .sampling import Sampler
 
-Fault = tuple[Row, str]
-
 NOT_FINITE = "the model produced non-finite logits"
 NO_MATCH = "the answer's grammar could not be followed"
+
+
+class Fault(NamedTuple):
+    """Why a row must fail; ``param`` names the field of its request that is to blame, if one is."""
+
+    row: Row
+    reason: str
+    param: str | None = None
 
 
 @dataclass(slots=True)
@@ -51,7 +59,7 @@ class _Followed:
 
     token: int
     ends: bool = False
-    fault: str = ""
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +161,10 @@ class Drawing:
         for place, row in enumerate(rows):
             row.pending = (draws.tokens, place)
         undrawn.drawn.reported = draws.reported
-        faults = draws.faults if masks is None else draws.faults | masks.faults
-        return [(rows[place], reason) for place, reason in faults.items() if not rows[place].failed]
+        faults = [Fault(rows[place], reason) for place, reason in draws.faults.items()]
+        if masks is not None:
+            faults += [_no_match(rows[place], error) for place, error in masks.faults.items()]
+        return [fault for fault in faults if not fault.row.failed]
 
 
 def read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
@@ -166,8 +176,8 @@ def read(drawn: Drawn) -> tuple[list[Sampled], list[Fault]]:
     for place, (row, what) in enumerate(zip(drawn.rows, followed, strict=True)):
         if row.failed:
             continue
-        if what.fault:
-            faults.append((row, what.fault))
+        if what.fault is not None:
+            faults.append(what.fault)
         else:
             sampled.append(Sampled(row.id, what.token, what.ends, figures.get(place)))
     return sampled, faults
@@ -183,8 +193,13 @@ def _take(row: Row, token: int) -> _Followed:
     if row.failed:
         return _Followed(token)
     if token < 0:
-        return _Followed(token, fault=NOT_FINITE)
+        return _Followed(token, fault=Fault(row, NOT_FINITE))
     try:
         return _Followed(token, row.follow(token))
     except Exception as error:
-        return _Followed(token, fault=f"{NO_MATCH}: {error}")
+        return _Followed(token, fault=_no_match(row, error))
+
+
+def _no_match(row: Row, error: Exception) -> Fault:
+    param = error.param if isinstance(error, MatchFailed) else None
+    return Fault(row, f"{NO_MATCH}: {error}", param)

@@ -255,7 +255,8 @@ class MLXDevice:
             if row is None:
                 step.failed.append(RowFailed(row_id, "the row is not on the device"))
             elif row.unprefilled:
-                self._fail([(row, f"{row.unprefilled} prompt tokens are not prefilled")], step)
+                left = f"{row.unprefilled} prompt tokens are not prefilled"
+                self._fail([Fault(row, left)], step)
             else:
                 known.append(row)
         if known:
@@ -272,13 +273,14 @@ class MLXDevice:
         return sampled
 
     def _fail(self, faults: list[Fault], step: _Step) -> None:
-        step.failed += [self._evict(row, reason) for row, reason in faults]
+        step.failed += [self._evict(fault) for fault in faults]
 
-    def _evict(self, row: Row, reason: str) -> RowFailed:
+    def _evict(self, fault: Fault) -> RowFailed:
+        row = fault.row
         row.failed = True
         if self._rows.get(row.id) is row:
             self._end(row.id)
-        return RowFailed(row.id, reason)
+        return RowFailed(row.id, fault.reason, fault.param)
 
     def _confirm(
         self, row: Row | None, result: SnapshotMade | SnapshotSkipped

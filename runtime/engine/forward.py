@@ -115,11 +115,11 @@ class Forward:
         """Process prompt tokens. Returns small arrays to wait for, and the rows that failed."""
         fences: list[mx.array] = []
         faults = [
-            (row, f"{n} tokens to prefill of {row.unprefilled}")
+            Fault(row, f"{n} tokens to prefill of {row.unprefilled}")
             for row, n in chunks
             if not 0 < n <= row.unprefilled
         ]
-        lost = {row.id for row, _ in faults}
+        lost = {fault.row.id for fault in faults}
         for group in self._prefill_groups([c for c in chunks if c[0].id not in lost]):
             if len(group) > 1:
                 fence, failed = self._prefill_together(group)
@@ -130,14 +130,14 @@ class Forward:
             try:
                 fences.append(self._prefill_alone(row, count))
             except Exception as error:
-                faults.append((row, f"prefill failed: {error}"))
+                faults.append(Fault(row, f"prefill failed: {error}"))
         return fences, faults
 
     def decode(self, rows: Sequence[Row]) -> tuple[list[Drawn], list[Fault]]:
         """One token for each row."""
         together = self._together and (len(rows) > 1 or self._compiled is not None)
         faults = self._arrange(rows if together else ())
-        lost = {row.id for row, _ in faults}
+        lost = {fault.row.id for fault in faults}
         rows = [row for row in rows if row.id not in lost]
         if together and rows:
             drawn, failed = self._decode_batch()
@@ -147,7 +147,7 @@ class Forward:
             try:
                 drawn, failed = self._decode_alone(row)
             except Exception as error:
-                faults.append((row, f"decode failed: {error}"))
+                faults.append(Fault(row, f"decode failed: {error}"))
                 continue
             done.append(drawn)
             faults += failed
@@ -189,7 +189,7 @@ class Forward:
     ) -> tuple[list[mx.array], list[Fault]]:
         nursery = self._nursery_of([row for row, _ in group])
         faults = [fault for row, _ in group for fault in self._move(row, nursery)]
-        lost = {row.id for row, _ in faults}
+        lost = {fault.row.id for fault in faults}
         chunks = {row.id: (row, count) for row, count in group if row.id not in lost}
         if not chunks:
             return [], faults
@@ -219,7 +219,7 @@ class Forward:
             try:
                 self._park(row)
             except Exception as error:
-                faults.append((row, f"the row could not leave the batch: {error}"))
+                faults.append(Fault(row, f"the row could not leave the batch: {error}"))
         for row in wanted:
             if row.id not in self._batched:
                 failed = self._move(row, self._batch)
@@ -239,7 +239,7 @@ class Forward:
             else:
                 home.adopt(row.id, before)
         except Exception as error:
-            return [(row, f"the row could not join the batch: {error}")]
+            return [Fault(row, f"the row could not join the batch: {error}")]
         self._homes[row.id] = home
         row.caches = None
         row.forget_before()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..text.matching import TokenMatcher
+from ..text.matching import MatchFailed, TokenMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -36,13 +36,13 @@ class Masks:
 
     Attributes:
         words: uint32 [B, ceil(V / 32)]; bit ``v % 32`` of word ``v // 32`` allows token ``v``.
-        faults: rows whose matcher gave up, by their place in the batch, with the reason; they are
-            masked like rows without a matcher.
+        faults: why a row's matcher gave up, by the row's place in the batch; it is masked like rows
+            without a matcher.
         keys: a number for each mask; equal masks have equal numbers, others hardly ever.
     """
 
     words: npt.NDArray[np.uint32]
-    faults: dict[int, str]
+    faults: dict[int, MatchFailed]
     keys: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class MaskMaker:
             if len(made.words) == len(tickets):
                 return made
         words = np.full((len(tickets), self._width), ALL, dtype=np.uint32)
-        faults: dict[int, str] = {}
+        faults: dict[int, MatchFailed] = {}
         for place, ticket in enumerate(tickets):
             if ticket is None:
                 continue
@@ -116,7 +116,7 @@ class MaskMaker:
         if self._engine is None:
             self._engine = LLExecutor(num_threads=min(THREADS, max(1, (os.cpu_count() or 1) - 1)))
         words = np.full((len(matchers), self._width), ALL, dtype=np.uint32)
-        faults: dict[int, str] = {}
+        faults: dict[int, MatchFailed] = {}
         bound = [(place, m) for place, m in enumerate(matchers) if m is not None]
         if not bound:
             return Masks(words, faults)
@@ -125,8 +125,8 @@ class MaskMaker:
             self._engine, [(m.engine, index) for index, (_, m) in enumerate(bound)], made
         )
         for (place, matcher), mask in zip(bound, made, strict=True):
-            if matcher.fault:
-                faults[place] = matcher.fault
+            if (fault := matcher.fault) is not None:
+                faults[place] = fault
                 continue
             # The model may have more logits than its tokenizer has ids: these are never drawn.
             words[place] = 0

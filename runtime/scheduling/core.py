@@ -16,6 +16,7 @@ import numpy as np
 from ..adapter_table import base_only
 from ..device import (
     ModelInfo,
+    RowFailed,
     RowId,
     Sampled,
     SnapshotId,
@@ -169,7 +170,7 @@ class SchedulerCore:
         self._orphan(lost)
         for failed in done.failed:
             if (row := self._row_in(done.step, failed.row)) is not None:
-                effects += self._row_failed(row, failed.reason, done.step)
+                effects += self._row_failed(row, failed, done.step)
         for sampled in done.sampled:
             if (row := self._row_in(done.step, sampled.row)) is not None:
                 effects += self._sampled(row, sampled)
@@ -319,7 +320,7 @@ class SchedulerCore:
         for row in self._rows.values():
             row.orphaned = row.orphaned or row.donor in failed
 
-    def _row_failed(self, row: Row, reason: str, step: StepId) -> Iterator[Effect]:
+    def _row_failed(self, row: Row, failed: RowFailed, step: StepId) -> Iterator[Effect]:
         if can_start_over(row):
             start_over(row, (step, *(planned.plan.step for planned in self._steps)))
             return
@@ -327,7 +328,7 @@ class SchedulerCore:
         yield from lease_back(row)
         if row.phase is not Phase.ENDING:
             self._tally.failed += 1
-            yield RowBroken(row.id, reason)
+            yield RowBroken(row.id, failed.reason, failed.param)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state contradicts itself; tests call it after each step."""

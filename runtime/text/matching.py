@@ -13,6 +13,7 @@ device waits, and a prompt being encoded may hold the tokenizer for longer than 
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -38,8 +39,12 @@ if TYPE_CHECKING:
 KEPT = 64
 """Compiled grammars that are remembered: programs send the same schema again and again."""
 MAX_ITEMS = 10_000
-"""Of a place in a grammar: an object's optional properties make four each. The engine's own 2,000
+"""Of a place in a schema: an object's optional properties make four each. The engine's own 2,000
 stop at 500 of them; ten times as many make masks that take longer than a step."""
+MAX_GRAMMAR_ITEMS = 2_000
+"""Of a place in a grammar of the client's own. An ambiguous one has more with every token, and its
+masks, for which the whole batch waits, take their square: a sixth of a second at this limit."""
+_LIMITS = re.compile("items; max is|[Tt]oo many|fuel exhausted|TooComplex")
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
@@ -48,7 +53,14 @@ class CannotCompile(Exception):
 
 
 class MatchFailed(Exception):
-    """A row's matcher gave up: a limit of the engine, or a token that it had not allowed."""
+    """A row's matcher gave up: a limit of the engine, or a token that it had not allowed.
+
+    ``param`` names the request's field whose grammar goes beyond the limit; else None.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +75,18 @@ class Reasoning:
     opened: bool
 
 
+@dataclass(eq=False, slots=True)
 class TokenMatcher:
     """Follows one row's tokens through its grammar. One owner, one thread at a time.
 
-    ``words`` is the length of its masks, in words of 32 tokens. ``unenforced`` are the formats of
-    the schema that it takes no notice of.
+    ``words`` is the length of its masks, in words of 32 tokens. ``param`` is the request's field
+    that the grammar came in, ``unenforced`` the formats of a schema that it takes no notice of.
     """
 
-    __slots__ = ("engine", "unenforced", "words")
-
-    def __init__(self, engine: LLMatcher, words: int, unenforced: tuple[str, ...] = ()) -> None:
-        self.engine = engine
-        self.words = words
-        self.unenforced = unenforced
+    engine: LLMatcher
+    words: int
+    param: str
+    unenforced: tuple[str, ...] = ()
 
     def take(self, token: int) -> bool:
         """Follow a token; True when the text is complete and nothing may come after it.
@@ -83,24 +94,27 @@ class TokenMatcher:
         Raises MatchFailed.
         """
         if not self.engine.consume_token(token):
-            raise MatchFailed(self.fault or "the token does not continue the text")
+            raise self.fault or MatchFailed("the token does not continue the text")
         return self.engine.is_stopped()
 
     def allowed(self) -> tuple[int, ...]:
         """All tokens that may come next, in ascending order. Raises MatchFailed."""
-        if self.fault:
-            raise MatchFailed(self.fault)
+        if (fault := self.fault) is not None:
+            raise fault
         mask = int.from_bytes(self.engine.compute_bitmask(), "little")
         return tuple(token for token in range(mask.bit_length()) if mask >> token & 1)
 
-    def copy(self) -> TokenMatcher:
-        """Another one at the same place."""
-        return TokenMatcher(self.engine.deep_copy(), self.words, self.unenforced)
+    def copy(self, param: str = "") -> TokenMatcher:
+        """Another one at the same place, of the same field unless another is named."""
+        return replace(self, engine=self.engine.deep_copy(), param=param or self.param)
 
     @property
-    def fault(self) -> str:
-        """Why no more masks can be made, or nothing."""
-        return _first_line(self.engine.get_error()) if self.engine.is_error() else ""
+    def fault(self) -> MatchFailed | None:
+        """Why no more masks can be made."""
+        if not self.engine.is_error():
+            return None
+        message = _first_line(self.engine.get_error())
+        return MatchFailed(message, self.param if _LIMITS.search(message) else None)
 
 
 class GrammarCompiler:
@@ -123,21 +137,20 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar, reasoning: Reasoning | None = None) -> TokenMatcher:
         """A matcher at the beginning of an answer.
 
-        Raises:
-            InvalidRequest: the grammar holds a schema that is none.
-            CannotCompile: it is beyond the engine, or no text can satisfy it.
+        Raises InvalidRequest: the grammar holds a schema that is none; CannotCompile: it is beyond
+        the engine, or no text can satisfy it.
         """
         key = (replace(grammar, param=""), reasoning)
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
-                return known.copy()
+                return known.copy(grammar.param)
         made = self._compile(grammar, reasoning)
         with self._lock:
             self._compiled[key] = made
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return made.copy()
+            return made.copy(grammar.param)
 
     def prepare(self) -> None:
         """Read the tokenizer's tokens, which the first grammar would do otherwise.
@@ -152,18 +165,21 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         body, unenforced = _body(grammar, reasoning)
-        source = _source(body, reasoning)
+        items = MAX_GRAMMAR_ITEMS if isinstance(grammar, ContextFreeGrammar) else MAX_ITEMS
         limits = LLParserLimits(
-            verbose_errors=False, max_items_in_row=MAX_ITEMS, step_max_items=10 * MAX_ITEMS
+            verbose_errors=False, max_items_in_row=items, step_max_items=10 * MAX_ITEMS
         )
-        matcher = LLMatcher(self._known_vocabulary(), source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise CannotCompile(_first_line(matcher.get_error()))
+        engine = LLMatcher(
+            self._known_vocabulary(), _source(body, reasoning), log_level=0, limits=limits
+        )
+        matcher = TokenMatcher(engine, -(-self._vocab_size // 32), grammar.param, unenforced)
+        if (fault := matcher.fault) is not None:
+            raise CannotCompile(str(fault))
         # The first mask shows whether any text can begin at all.
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise CannotCompile("no text satisfies it")
-        return TokenMatcher(matcher, -(-self._vocab_size // 32), unenforced)
+        engine.compute_bitmask()
+        if (fault := matcher.fault) is not None:
+            raise CannotCompile(str(fault) if fault.param else "no text satisfies it")
+        return matcher
 
     def _known_vocabulary(self) -> LLTokenizer:
         with self._lock:
@@ -232,7 +248,8 @@ def _body(
             text = _regex(pattern, reasoning)
         case ChoiceGrammar(choices=choices):
             listed = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            text = f"start: {listed}\n"
+            # One terminal: as many alternatives of a rule would go beyond the engine's limits.
+            text = f"start: CHOICE\nCHOICE: {listed}\n"
         case ContextFreeGrammar(text=given):
             text = _lark(given)
         case _:
