@@ -12,8 +12,9 @@ from mlx_troupe.runtime.budgets import cache_bytes, kept_bytes
 from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.spill.budget import WriteBudget
 from mlx_troupe.runtime.spill.index import Neighbours
-from mlx_troupe.runtime.spill.queue import SaveQueue, WriteBudget
+from mlx_troupe.runtime.spill.queue import SaveQueue
 
 from .device_messages import GpuCommand
 from .disk import Disk, DiskStats

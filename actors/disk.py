@@ -113,6 +113,10 @@ class Disk(Protocol):
         """Cheap."""
         ...
 
+    def written(self, within: float) -> tuple[tuple[float, int], ...]:
+        """Seconds ago and bytes of what was written within so many seconds and is still here."""
+        ...
+
     async def open(self) -> None:
         """Read what is in the folder. Raises SpillFault; may be called again."""
         ...
@@ -202,6 +206,10 @@ class FolderDisk:
             stats.unheard,
             stats.longest_tokens,
         )
+
+    def written(self, within: float) -> tuple[tuple[float, int], ...]:
+        """As :meth:`Disk.written`."""
+        return self._store.written(within)
 
     async def open(self) -> None:
         """As :meth:`Disk.open`."""

@@ -16,6 +16,7 @@ import trio
 
 from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.spill.budget import HOUR
 from mlx_troupe.runtime.spill.faults import SpillFault
 from mlx_troupe.runtime.spill.queue import SaveQueue
 
@@ -176,6 +177,7 @@ class SpillActor:
                 self._is_shut = True
             else:
                 self._is_shut = False
+                self.queue.budget.remember(self._disk.written(HOUR), trio.current_time())
                 self._ready()
                 return
             self._ready()

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mlx_troupe.runtime.device import RowId, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Origin
-from mlx_troupe.runtime.spill.queue import HOUR, Candidate, SaveQueue, WriteBudget
+from mlx_troupe.runtime.spill.budget import HOUR, WriteBudget
+from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
 
 
 def state(
@@ -266,6 +267,18 @@ def test_the_second_half_of_a_budget_is_for_states_that_are_asked_for_again() ->
     assert q.offer(state(2, 7, 8, nbytes=1), 1) == "postponed"
     assert q.offer(state(3, 7, 9, nbytes=1), 1) == "postponed"
     assert q.offer(state(4, 7, 8, nbytes=1), 1) == "queued"
+
+
+def test_what_was_written_before_the_start_is_remembered_once() -> None:
+    """Each part until its own hour is over; a second reading of the folder changes nothing."""
+    budget = WriteBudget(100)
+    for _ in range(2):
+        budget.remember([(10.0, 50), (HOUR - 5, 30)], 0.0)
+        assert budget.spent(0.0) == 80
+    budget.charge(15, 1.0)
+    assert budget.spent(4.0) == 95
+    assert budget.spent(5.0) == 65
+    assert budget.spent(HOUR - 10) == 15
 
 
 def test_a_lost_device_leaves_nothing_waiting() -> None:

@@ -273,6 +273,22 @@ async def test_a_state_larger_than_the_cap_is_judged_once(tmp_path: Path) -> Non
         assert figures(runtime)["faults"] == 1
 
 
+async def test_the_hour_of_a_write_budget_outlives_a_restart(tmp_path: Path) -> None:
+    """What an earlier server wrote within the hour is spent; what is older is not."""
+
+    async def written(first: int, now: float, budget: int) -> int:
+        disk = FolderDisk(SpillStore(tmp_path, clock=lambda: now))
+        async with company(disk=disk, ssd_write_budget_bytes=budget) as (runtime, _):
+            await run(runtime, ask(*range(first, first + 300)))
+            await runtime.flush_cache(PATIENCE)
+            return int(figures(runtime)["bytes_written"])
+
+    size = await written(1, 1e9, 1 << 30)
+    assert size
+    assert not await written(2, 1e9 + 1000, 2 * size - 1)
+    assert await written(3, 1e9 + 3700, 2 * size - 1)
+
+
 async def test_what_memory_uses_goes_last_on_disk(tmp_path: Path) -> None:
     """A prompt that memory serves is never read from the disk, and is in use all the same."""
     disk = FolderDisk(SpillStore(tmp_path, max_bytes=20_000))

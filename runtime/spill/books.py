@@ -31,6 +31,7 @@ class Slot:
         parent: the entry with the state of the first ``first`` tokens; None for a whole state.
         used_ns: when it was last saved or loaded; larger is more recent, 0 = nobody wants it.
         session: the chat that it belongs to; None if it is nobody's, or was closed.
+        created: when it was written, in seconds since the epoch.
         children: how many entries continue it.
         pins: how many loads and saves under way need it.
         unwanted: it was dropped, and stays only for its children.
@@ -44,6 +45,7 @@ class Slot:
     parent: FileKey | None
     used_ns: int
     session: str | None = None
+    created: float = 0.0
     children: int = 0
     pins: int = 0
     unwanted: bool = False
@@ -129,7 +131,7 @@ class Books:
                 return False
             above.children += 1
         slot = Slot(key, header.digest, header.first, header.length, header.size, parent, used_ns)
-        slot.session = header.session or None
+        slot.session, slot.created = header.session or None, header.created
         self._slots[key] = slot
         self._bytes += slot.size - self._dead.pop(file_name(key), 0)
         self._latest_ns = max(self._latest_ns, used_ns)
@@ -160,6 +162,11 @@ class Books:
         """Whether an entry was used since its chat was closed, if that was."""
         slot = self._slots.get(key)
         return slot is None or slot.used_ns > 0
+
+    def written_since(self, created: float) -> tuple[tuple[float, int], ...]:
+        """When each file since then was written, and its bytes."""
+        slots = self._slots.values()
+        return tuple((slot.created, slot.size) for slot in slots if slot.created > created)
 
     def chain(self, key: FileKey, upto: int | None = None) -> tuple[Slot, ...]:
         """The files that an entry's state is joined from, the whole one first.

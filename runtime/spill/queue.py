@@ -9,7 +9,7 @@ notes it, and :meth:`SaveQueue.take_freed` says, exactly once, what the device m
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,8 +20,8 @@ import numpy as np
 
 from ..device import RowId, SnapshotId
 from ..prefix.entries import Kind, Origin
+from .budget import WriteBudget
 
-HOUR = 3600.0
 SEEN = 4096
 """States refused at their first offer that are remembered for their second."""
 
@@ -71,38 +71,6 @@ class Candidate:
             and len(self.ids) >= length
             and self.ids[:length] == other.ids
         )
-
-
-class WriteBudget:
-    """At most so many bytes in any hour; None = as many as come."""
-
-    def __init__(self, bytes_per_hour: int | None) -> None:
-        if bytes_per_hour is not None and bytes_per_hour < 0:
-            raise ValueError(f"a budget of {bytes_per_hour} bytes is less than nothing")
-        self.bytes_per_hour = bytes_per_hour
-        self._written: deque[tuple[float, int]] = deque()
-        self._spent = 0
-
-    def spent(self, now: float) -> int:
-        """Bytes written within the hour before ``now`` (seconds of any clock that only rises)."""
-        while self._written and self._written[0][0] <= now - HOUR:
-            self._spent -= self._written.popleft()[1]
-        return self._spent
-
-    def allows(self, nbytes: int, now: float) -> bool:
-        """Whether as many more bytes may be written now."""
-        limit = self.bytes_per_hour
-        return limit is None or self.spent(now) + nbytes <= limit
-
-    def is_scarce(self, now: float) -> bool:
-        """Whether more than half of it is spent."""
-        return self.bytes_per_hour is not None and 2 * self.spent(now) > self.bytes_per_hour
-
-    def charge(self, nbytes: int, now: float) -> None:
-        """So many bytes were written."""
-        if self.bytes_per_hour is not None:
-            self._written.append((now, nbytes))
-            self._spent += nbytes
 
 
 @dataclass(slots=True)

@@ -174,6 +174,13 @@ class SpillStore:
         for key in closed:
             self._shelf.note_unwanted(key)
 
+    def written(self, within: float) -> tuple[tuple[float, int], ...]:
+        """The files written within so many seconds that are still here: seconds ago, and bytes."""
+        now = self._clock()
+        with self._shelf.lock:
+            written = self._shelf.books.written_since(now - within)
+        return tuple((max(0.0, now - created), size) for created, size in written)
+
     def continued(self, origin: Origin | None) -> int:
         """How many tokens of a row's next state need not be brought: its last file holds them."""
         return self._writer.parents.length(origin)
