@@ -79,12 +79,19 @@ def test_a_penalty_s_window_is_never_longer_than_a_row(tmp_path: Path) -> None:
 
 def test_a_repetition_penalty_never_makes_a_logit_infinite(tmp_path: Path) -> None:
     """For callers of the library, who are not stopped at the edge."""
-    for value in (0.0, 1e-40, 1000.0, math.nan):
+    for value in (-1.0, 1e-40, 1000.0, math.nan):
         with pytest.raises(InvalidRequest) as caught:
             resolve_sampling(
                 SamplingRequest(repetition_penalty=value), defaults(tmp_path, None), MODEL
             )
         assert caught.value.param == "repetition_penalty"
+
+
+def test_a_repetition_penalty_of_one_or_zero_is_off(tmp_path: Path) -> None:
+    """Zero as in mlx-lm, one because it changes nothing."""
+    for value in (None, 0.0, -0.0, 1.0):
+        wanted = SamplingRequest(repetition_penalty=value)
+        assert resolve_sampling(wanted, defaults(tmp_path, None), MODEL).repetition_penalty == 0.0
 
 
 def test_requests_without_a_seed_never_share_one() -> None:

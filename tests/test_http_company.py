@@ -25,6 +25,8 @@ POISON: tuple[tuple[str, int], ...] = (
     ('"temperature":NaN', 400),
     ('"top_p":Infinity', 400),
     ('"min_p":"NaN"', 400),
+    ('"repetition_penalty":1e-40', 400),
+    ('"repetition_penalty":0,"stop":["",""]', 200),
     ('"temperature":99', 400),
     ('"max_tokens":0', 400),
     ('"max_tokens":"10"', 400),

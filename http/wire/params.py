@@ -2,10 +2,10 @@
 
 Pure functions; no task, no clock. Ranges (both ends allowed unless said otherwise): temperature
 0–5; top_p and min_p 0–1, where 0 is off; top_k ≥ -1, where -1, 0 and anything from the vocabulary
-size up are off; presence and frequency penalty -2–2; repetition_penalty 0.01–100; logit_bias
--100–100 for ids within the vocabulary; max_tokens ≥ 1, clipped by the context window; seed any
-64-bit integer; up to 16 stop strings, none empty, of 2,048 characters altogether. Of
-max_completion_tokens and max_tokens the former wins.
+size up are off; presence and frequency penalty -2–2; repetition_penalty 0.01–100, where 1 and 0 are
+off; logit_bias -100–100 for ids within the vocabulary; max_tokens ≥ 1, clipped by the context
+window; seed any 64-bit integer; stop strings of 2,048 characters altogether, of which empty ones
+ask for nothing. Of max_completion_tokens and max_tokens the former wins.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GenerationParams(StructuredParams, kw_only=True):
     xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
     seed: int | None = None
     logit_bias: object = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Penalty | None = None
     presence_context_size: Count | None = None
@@ -200,10 +200,11 @@ def to_bias(value: object, vocab_size: int | None) -> tuple[tuple[int, float], .
 
 
 def to_stops(value: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings, each once, in the order given."""
-    stops = (value,) if isinstance(value, str) else tuple(value or ())
+    """Stop strings, each once, in the order given; an empty one asks for nothing."""
+    given = (value,) if isinstance(value, str) else value or ()
+    stops = tuple(dict.fromkeys(stop for stop in given if stop))
     check_stops(stops)
-    return tuple(dict.fromkeys(stops))
+    return stops
 
 
 def check_ids(ids: Sequence[int], vocab_size: int | None, param: str) -> tuple[int, ...]:
