@@ -1,4 +1,4 @@
-"""The kernels for decode attention and for sampling on a GPU: equal to MLX, and how much faster.
+"""The kernels for decode steps and for sampling on a GPU: equal to MLX, and how much faster.
 
     python bench/kernels.py [--repeat 8]
 
@@ -38,6 +38,9 @@ SHAPES = (
     (6, 8, 2, 64, 144, 144, 128),
     (6, 8, 2, 64, 64, 144, 128),
     (2, 64, 8, 128, 256, None, 100),
+    (3, 28, 4, 128, 1024, None, None),
+    (2, 16, 1, 256, 2048, None, 700),
+    (40, 20, 4, 64, 512, None, None),
     (1, 24, 8, 128, 32768, None, None),
 )
 
@@ -47,10 +50,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=8)
     options = parser.parse_args()
+    from mlx_troupe.runtime.engine import fused_kernels
+
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU")
-    wrong = [(kind, shape) for kind in TOLERANCES for shape in SHAPES if not agrees(kind, shape)]
+    wrong: list[tuple[mx.Dtype, object]] = [
+        (kind, shape) for kind in TOLERANCES for shape in SHAPES if not agrees(kind, shape)
+    ]
     print(f"{len(TOLERANCES) * len(SHAPES)} shapes checked, wrong: {wrong or 'none'}", flush=True)
+    wrong += [(kind, "blocks") for kind in TOLERANCES if not fused_kernels.work(kind)]
     for rows, depth, lengths in (
         (1, 512, [380]),
         (32, 512, [380] * 32),
@@ -143,7 +151,7 @@ def check_penalties(draw: random.Random) -> int:
         logits = mx.random.normal((rows, size)) * 4
         inputs = mx.array([draw.randrange(40) for _ in range(rows)], dtype=mx.uint32)
         one, other = fused.apply(logits, inputs), plain.apply(logits, inputs)
-        wrong += mx.abs(one - other).max().item() > 1e-4
+        wrong += bool(mx.abs(one - other).max() > 1e-4)
     used = penalty_kernel.works()
     print(f"penalties by the kernel: {used}; 40 steps of {rows} rows, {wrong} other", flush=True)
     return wrong + (not used)
@@ -226,7 +234,7 @@ def agrees(kind: mx.Dtype, shape: tuple[int, int, int, int, int, int | None, int
         scale=width**-0.5,
         mask=seen[:, None, None],
     )
-    difference = mx.abs(got.astype(mx.float32) - expected).max().item()
+    difference = mx.abs(got.astype(mx.float32) - expected).max()
     return bool(difference < TOLERANCES[kind])
 
 

@@ -2,12 +2,12 @@
 
 MLX's fused attention takes a mask for ragged rows, and building and reading it costs more than the
 attention itself. These kernels take each row's length instead, read no slot that the row has not
-filled, and split long rows over many blocks. One body serves CUDA and Metal; a few words differ.
-Pure functions, on the device thread.
+filled, and split long rows over many blocks. Pure functions, on the device thread.
 
-A block takes ``CHUNK`` slots of one row's key head: scores of all its query heads, their softmax
-over the chunk in powers of two, the weighted sum of the values. With more than one chunk a second
-kernel joins the parts (the usual rescaling by the largest maximum).
+A block takes ``CHUNK`` slots of one row's key head for up to ``SHARE`` of its query heads. A few
+lanes take a slot's key and value with one load each, several slots at once, and keep a softmax of
+their own in powers of two, with the weighted sum of the values; at the end all are rescaled to the
+largest maximum and added up. With more than one chunk a second kernel joins the parts likewise.
 """
 
 from __future__ import annotations
@@ -20,69 +20,48 @@ from typing import Any
 import mlx.core as mx
 
 from .activations import LOG2_E
+from .kernel_words import TYPES, make_kernel
 
 WIDTHS = (64, 128, 256)
-TYPES = (mx.float16, mx.bfloat16, mx.float32)
-_THREADS = 128
-_CHUNKS = (64, 128, 256, 512, 1024)
+_THREADS = (512, 256, 128)
+_THREADS_AT_ONCE = 1 << 16
+"""More than about five hundred for each multiprocessor have no registers at the same time."""
+_FEW = 64
+"""So few blocks are cut further: each multiprocessor has at most one of them."""
+_MOST_THREADS = 256 if mx.metal.is_available() else 512
+_MOST_SHARED = 4
+_LOADED = 16
+"""Bytes of one load."""
+_MOST_HELD = 24
+"""Values of queries and of sums, each, that a thread of the largest blocks has registers for."""
+_CHUNKS = (256, 512, 1024, 2048, 4096)
+_WHOLE = 1024
 _BLOCKS = 1024
 """About as many blocks as keep a large GPU busy; more parts than that only cost joining."""
-_SHARED_BYTES = 44 << 10 if not mx.metal.is_available() else 30 << 10
 _UNBOUNDED = 1 << 30
 _TRIAL_TOLERANCE = 1e-2
 """CUDA multiplies float32 matrices in TF32 by default."""
 
-_PACK = """
-template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T v[N]; };
-"""
-_CUDA = (
-    """
-#define TID int(threadIdx.x)
-#define BLOCK_X int(blockIdx.x)
-#define BLOCK_Y int(blockIdx.y)
-#define SHARED __shared__
-#define GLOBAL
-#define BARRIER __syncthreads()
-#define XOR(x, n) __shfl_xor_sync(0xffffffffu, x, n)
-#define EXP2(x) exp2f(x)
-#define MAX(a, b) fmaxf(a, b)
-#define NEVER (-__int_as_float(0x7f800000))
-"""
-    + _PACK
-)
-_METAL = (
-    """
-#define TID int(thread_position_in_threadgroup.x)
-#define BLOCK_X int(threadgroup_position_in_grid.x)
-#define BLOCK_Y int(threadgroup_position_in_grid.y)
-#define SHARED threadgroup
-#define GLOBAL device
-#define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
-#define XOR(x, n) simd_shuffle_xor(x, n)
-#define EXP2(x) exp2(x)
-#define MAX(a, b) max(a, b)
-#define NEVER (-INFINITY)
-"""
-    + _PACK
-)
-
 _ATTEND = """
+    constexpr int V = 16 / sizeof(T);
+    constexpr int LANES = D / V < 32 ? D / V : 32;
+    constexpr int LOADS = D / (V * LANES);
+    constexpr int MINE = V * LOADS;
+    constexpr int GROUPS = THREADS / LANES;
     constexpr int WARPS = THREADS / 32;
     constexpr int R = HEADS / KV_HEADS;
-    constexpr int KEYS = THREADS / 8;
-    constexpr int VPL = D / 32;
-    constexpr bool IN_REGISTERS = R * D <= 512;
-    SHARED float q[R * D];
-    SHARED float scores[R * CHUNK];
-    SHARED float parts[WARPS * R * D];
-    SHARED float top[R];
-    SHARED float total[R];
+    constexpr int SHARES = (R + SHARE - 1) / SHARE;
+    SHARED float parts[WARPS * D];
+    SHARED float tops[WARPS * SHARE];
+    SHARED float totals[WARPS * SHARE];
 
     const int split = BLOCK_X;
-    const int row = BLOCK_Y / KV_HEADS;
-    const int kv_head = BLOCK_Y % KV_HEADS;
-    const int head = row * HEADS + kv_head * R;
-    const int lane = TID % 32;
+    const int kv_head = BLOCK_Y / SHARES;
+    const int first_head = BLOCK_Y % SHARES * SHARE;
+    const int row = kv_head / KV_HEADS;
+    const int head = kv_head * R + first_head;
+    const int valid = R - first_head < SHARE ? R - first_head : SHARE;
+    const int lane = TID % LANES;
     const int warp = TID / 32;
     const int offset = offsets[row];
     const int first = split * CHUNK;
@@ -90,112 +69,138 @@ _ATTEND = """
     const int count = filled - first < CHUNK ? filled - first : CHUNK;
     if (count <= 0) {
 #if JOINED
-        if (TID < R) {
-            tops[(head + TID) * SPLITS + split] = NEVER;
-            totals[(head + TID) * SPLITS + split] = 0.0f;
+        if (TID < valid) {
+            out_tops[(head + TID) * SPLITS + split] = NEVER;
+            out_totals[(head + TID) * SPLITS + split] = 0.0f;
         }
 #endif
         return;
     }
-    const size_t base = (size_t(row * KV_HEADS + kv_head) * DEPTH + first) * D;
 
-    for (int i = TID; i < R * D; i += THREADS) {
-        q[i] = static_cast<float>(queries[head * D + i]) * float(SCALE);
+    float mine[SHARE * MINE], acc[SHARE * MINE], top[SHARE], total[SHARE];
+#pragma unroll
+    for (int r = 0; r < SHARE; ++r) {
+        const GLOBAL T* from = queries + size_t(head + (r < valid ? r : 0)) * D;
+        for (int i = 0; i < MINE; ++i) {
+            const int at = (i / V * LANES + lane) * V + i % V;
+            mine[r * MINE + i] = static_cast<float>(from[at]) * float(SCALE);
+            acc[r * MINE + i] = 0.0f;
+        }
+        top[r] = NEVER;
+        total[r] = 0.0f;
     }
-    BARRIER;
 
-    const int part = TID % 8;
-    float mine[IN_REGISTERS ? R * D / 8 : 1];
-    if (IN_REGISTERS) {
-        for (int r = 0; r < R; ++r)
-            for (int i = 0; i < D / 32; ++i)
-                for (int c = 0; c < 4; ++c)
-                    mine[(r * (D / 32) + i) * 4 + c] = q[r * D + i * 32 + part * 4 + c];
-    }
-    for (int start = 0; start < count; start += KEYS) {
-        const int j = start + TID / 8;
-        const int at = j < count ? j : count - 1;
-        float dot[R];
-        for (int r = 0; r < R; ++r) dot[r] = 0.0f;
-        for (int i = 0; i < D / 32; ++i) {
-            const Pack<T, 4> k =
-                *(const GLOBAL Pack<T, 4>*)(keys + base + size_t(at) * D + i * 32 + part * 4);
-            for (int c = 0; c < 4; ++c) {
-                const float x = static_cast<float>(k.v[c]);
-                for (int r = 0; r < R; ++r) {
-                    const float y = IN_REGISTERS ? mine[(r * (D / 32) + i) * 4 + c]
-                                                 : q[r * D + i * 32 + part * 4 + c];
-                    dot[r] += x * y;
-                }
+    const size_t base = (size_t(kv_head) * DEPTH + first) * D + lane * V;
+    for (int start = TID / LANES; start - TID / LANES < count; start += GROUPS * AT_ONCE) {
+        Pack<T, V> k[AT_ONCE * LOADS], v[AT_ONCE * LOADS];
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int j = start + u * GROUPS;
+            const size_t at = base + size_t(j < count ? j : count - 1) * D;
+            for (int i = 0; i < LOADS; ++i) {
+                k[u * LOADS + i] = *(const GLOBAL Pack<T, V>*)(keys + at + i * LANES * V);
+                v[u * LOADS + i] = *(const GLOBAL Pack<T, V>*)(values + at + i * LANES * V);
             }
         }
-        for (int r = 0; r < R; ++r) {
-            dot[r] += XOR(dot[r], 1);
-            dot[r] += XOR(dot[r], 2);
-            dot[r] += XOR(dot[r], 4);
-        }
-        if (part == 0 && j < count) {
+        bool seen[AT_ONCE];
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int j = start + u * GROUPS;
             int age = offset - (first + j);
             if (RING > 0) {
                 age %= (RING > 0 ? RING : 1);
                 age = age < 0 ? age + RING : age;
             }
-            const bool seen = age >= 0 && age < WINDOW && age <= offset;
-            for (int r = 0; r < R; ++r) scores[r * CHUNK + j] = seen ? dot[r] : NEVER;
+            seen[u] = j < count && age >= 0 && age < WINDOW && age <= offset;
         }
-    }
-    BARRIER;
-
-    for (int r = warp; r < R; r += WARPS) {
-        float largest = NEVER;
-        for (int j = lane; j < count; j += 32) largest = MAX(largest, scores[r * CHUNK + j]);
-        for (int n = 16; n > 0; n /= 2) largest = MAX(largest, XOR(largest, n));
-        const float shift = largest == NEVER ? 0.0f : largest;
-        float sum = 0.0f;
-        for (int j = lane; j < count; j += 32) {
-            const float weight = EXP2(scores[r * CHUNK + j] - shift);
-            scores[r * CHUNK + j] = weight;
-            sum += weight;
+        float score[SHARE * AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            float key[MINE];
+            for (int i = 0; i < MINE; ++i)
+                key[i] = static_cast<float>(k[u * LOADS + i / V].v[i % V]);
+            for (int r = 0; r < SHARE; ++r) {
+                float dot = 0.0f;
+                for (int i = 0; i < MINE; ++i) dot += key[i] * mine[r * MINE + i];
+                for (int n = LANES / 2; n > 0; n /= 2) dot += XOR(dot, n);
+                score[r * AT_ONCE + u] = seen[u] ? dot : NEVER;
+            }
         }
-        for (int n = 16; n > 0; n /= 2) sum += XOR(sum, n);
-        if (lane == 0) {
+#pragma unroll
+        for (int r = 0; r < SHARE; ++r) {
+            float largest = top[r];
+            for (int u = 0; u < AT_ONCE; ++u) largest = MAX(largest, score[r * AT_ONCE + u]);
+            const float shift = largest == NEVER ? 0.0f : largest;
+            const float kept = EXP2(top[r] - shift);
+            total[r] *= kept;
+            for (int i = 0; i < MINE; ++i) acc[r * MINE + i] *= kept;
+            for (int u = 0; u < AT_ONCE; ++u) {
+                const float weight = EXP2(score[r * AT_ONCE + u] - shift);
+                score[r * AT_ONCE + u] = weight;
+                total[r] += weight;
+            }
             top[r] = largest;
-            total[r] = sum;
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            float value[MINE];
+            for (int i = 0; i < MINE; ++i)
+                value[i] = static_cast<float>(v[u * LOADS + i / V].v[i % V]);
+            for (int r = 0; r < SHARE; ++r)
+                for (int i = 0; i < MINE; ++i)
+                    acc[r * MINE + i] += score[r * AT_ONCE + u] * value[i];
+        }
+    }
+
+#pragma unroll
+    for (int r = 0; r < SHARE; ++r) {
+        for (int n = LANES; n < 32; n *= 2) {
+            const float largest = MAX(top[r], XOR(top[r], n));
+            const float kept = EXP2(top[r] - (largest == NEVER ? 0.0f : largest));
+            total[r] *= kept;
+            total[r] += XOR(total[r], n);
+            for (int i = 0; i < MINE; ++i) {
+                acc[r * MINE + i] *= kept;
+                acc[r * MINE + i] += XOR(acc[r * MINE + i], n);
+            }
+            top[r] = largest;
+        }
+        if (TID % 32 == 0) {
+            tops[warp * SHARE + r] = top[r];
+            totals[warp * SHARE + r] = total[r];
         }
     }
     BARRIER;
 
-    float acc[R * VPL];
-    for (int i = 0; i < R * VPL; ++i) acc[i] = 0.0f;
-#pragma unroll 4
-    for (int j = warp; j < count; j += WARPS) {
-        const size_t at = base + size_t(j) * D + lane * VPL;
-        const Pack<T, VPL> v = *(const GLOBAL Pack<T, VPL>*)(values + at);
-        for (int r = 0; r < R; ++r) {
-            const float weight = scores[r * CHUNK + j];
-            for (int c = 0; c < VPL; ++c) acc[r * VPL + c] += weight * static_cast<float>(v.v[c]);
+#pragma unroll
+    for (int r = 0; r < SHARE; ++r) {
+        if (r >= valid) break;
+        float largest = NEVER, sum = 0.0f;
+        for (int w = 0; w < WARPS; ++w) largest = MAX(largest, tops[w * SHARE + r]);
+        const float shift = largest == NEVER ? 0.0f : largest;
+        for (int w = 0; w < WARPS; ++w)
+            sum += totals[w * SHARE + r] * EXP2(tops[w * SHARE + r] - shift);
+        const float kept = EXP2(tops[warp * SHARE + r] - shift);
+        if (TID % 32 < LANES) {
+            for (int i = 0; i < MINE; ++i)
+                parts[warp * D + (i / V * LANES + lane) * V + i % V] = acc[r * MINE + i] * kept;
         }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < VPL; ++c)
-            parts[(warp * R + r) * D + lane * VPL + c] = acc[r * VPL + c];
-    BARRIER;
-
-    for (int i = TID; i < R * D; i += THREADS) {
-        float sum = 0.0f;
-        for (int w = 0; w < WARPS; ++w) sum += parts[w * R * D + i];
+        BARRIER;
+        for (int i = TID; i < D; i += THREADS) {
+            float made = 0.0f;
+            for (int w = 0; w < WARPS; ++w) made += parts[w * D + i];
 #if JOINED
-        out[(size_t(head + i / D) * SPLITS + split) * D + i % D] = sum;
+            out[(size_t(head + r) * SPLITS + split) * D + i] = made;
 #else
-        out[head * D + i] = static_cast<T>(sum / total[i / D]);
+            out[size_t(head + r) * D + i] = static_cast<T>(made / sum);
 #endif
-    }
+        }
+        BARRIER;
 #if JOINED
-    if (TID < R) {
-        tops[(head + TID) * SPLITS + split] = top[TID];
-        totals[(head + TID) * SPLITS + split] = total[TID];
-    }
+        if (TID == 0) {
+            out_tops[(head + r) * SPLITS + split] = largest;
+            out_totals[(head + r) * SPLITS + split] = sum;
+        }
 #endif
+    }
 """
 
 _JOIN = """
@@ -204,12 +209,13 @@ _JOIN = """
     for (int s = 0; s < SPLITS; ++s) largest = MAX(largest, tops[head * SPLITS + s]);
     float sum = 0.0f;
     float acc = 0.0f;
+#pragma unroll 4
     for (int s = 0; s < SPLITS; ++s) {
         const float here = tops[head * SPLITS + s];
-        if (here == NEVER) continue;
-        const float share = EXP2(here - largest);
+        const float part = parts[(size_t(head) * SPLITS + s) * D + TID];
+        const float share = here == NEVER ? 0.0f : EXP2(here - largest);
         sum += share * totals[head * SPLITS + s];
-        acc += share * parts[(size_t(head) * SPLITS + s) * D + TID];
+        acc += here == NEVER ? 0.0f : share * part;
     }
     out[head * D + TID] = static_cast<T>(acc / sum);
 """
@@ -217,7 +223,7 @@ _JOIN = """
 
 def fits(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether the kernels serve these: queries [n, H, 1, D], keys and values [n, G, T, D]."""
-    width, repeats = keys.shape[3], queries.shape[1] // keys.shape[1]
+    width = keys.shape[3]
     return (
         mx.default_device() == mx.gpu
         and queries.shape[2] == 1
@@ -225,7 +231,6 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
         and values.shape == keys.shape
         and queries.dtype == keys.dtype == values.dtype
         and queries.dtype in TYPES
-        and _shared_bytes(repeats, width, _CHUNKS[0]) <= _SHARED_BYTES
         and work()
     )
 
@@ -264,8 +269,12 @@ def ragged_attention(
     """
     rows, heads, _, width = queries.shape
     kv_heads, depth = keys.shape[1:3]
-    chunk = _chunk_for(rows * kv_heads, depth, heads // kv_heads, width)
+    share, shares = _share_of(heads // kv_heads, rows * kv_heads)
+    blocks = rows * kv_heads * shares
+    chunk = _chunk_for(blocks, depth)
     splits = -(-depth // chunk)
+    held = share * _held_for_each(width, queries.dtype)
+    threads = _threads_for(blocks * splits, held)
     shape = {
         "template": [
             ("T", queries.dtype),
@@ -277,10 +286,12 @@ def ragged_attention(
             ("SPLITS", splits),
             ("RING", ring or 0),
             ("WINDOW", window or _UNBOUNDED),
-            ("THREADS", _THREADS),
+            ("THREADS", threads),
+            ("SHARE", share),
+            ("AT_ONCE", 8 // queries.dtype.size),
         ],
-        "grid": (splits * _THREADS, rows * kv_heads, 1),
-        "threadgroup": (_THREADS, 1, 1),
+        "grid": (splits * threads, blocks, 1),
+        "threadgroup": (threads, 1, 1),
     }
     inputs = [queries, keys, values, offsets]
     if splits == 1:
@@ -303,43 +314,41 @@ def ragged_attention(
     )[0]
 
 
-def _chunk_for(heads: int, depth: int, repeats: int, width: int) -> int:
-    """The smallest chunk that makes no more blocks than are of use, or the whole of a short row."""
-    fitting = [c for c in _CHUNKS if _shared_bytes(repeats, width, c) <= _SHARED_BYTES]
-    whole = [c for c in fitting if c >= depth]
-    enough = [c for c in fitting if heads * -(-depth // c) <= _BLOCKS]
-    return (whole or enough or fitting[-1:])[0]
+def _share_of(repeats: int, key_heads: int) -> tuple[int, int]:
+    """Query heads of a block, evenly, and blocks of a key head."""
+    most = 1 if key_heads * repeats <= _FEW else _MOST_SHARED
+    shares = -(-repeats // most)
+    return -(-repeats // shares), shares
 
 
-def _shared_bytes(repeats: int, width: int, chunk: int) -> int:
-    warps = _THREADS // 32
-    return 4 * repeats * (width + chunk + warps * width + 2)
+def _held_for_each(width: int, kind: mx.Dtype) -> int:
+    """Values of a query head that one thread has."""
+    return width // min(32, width * kind.size // _LOADED)
+
+
+def _threads_for(blocks: int, held: int) -> int:
+    """As many as have registers, and no more than run at once; the fewest at the least."""
+    roomy = [n for n in _THREADS if n <= (_MOST_THREADS if held <= _MOST_HELD else 256)]
+    return next((n for n in roomy if n * blocks <= _THREADS_AT_ONCE), roomy[-1])
+
+
+def _chunk_for(blocks: int, depth: int) -> int:
+    """The whole of a short row, or the smallest chunk that makes no more blocks than are of use."""
+    if depth <= _WHOLE:
+        return depth
+    enough = [chunk for chunk in _CHUNKS if blocks * -(-depth // chunk) <= _BLOCKS]
+    return (enough or _CHUNKS[-1:])[0]
 
 
 @cache
 def _attend_kernel(scale: float, *, joined: bool) -> Callable[..., Any]:
     mantissa, exponent = math.frexp(scale)
     name = f"troupe_attend_{mantissa:.9f}_{exponent}_{joined}".replace(".", "_").replace("-", "m")
-    outputs = ["out", "tops", "totals"] if joined else ["out"]
+    outputs = ["out", "out_tops", "out_totals"] if joined else ["out"]
     header = f"#define SCALE {scale!r}f\n#define JOINED {int(joined)}\n"
-    return _make(name, ["queries", "keys", "values", "offsets"], outputs, _ATTEND, header)
+    return make_kernel(name, ["queries", "keys", "values", "offsets"], outputs, _ATTEND, header)
 
 
 @cache
 def _join_kernel() -> Callable[..., Any]:
-    return _make("troupe_join", ["parts", "tops", "totals"], ["out"], _JOIN, "")
-
-
-def _make(
-    name: str, inputs: list[str], outputs: list[str], source: str, header: str
-) -> Callable[..., Any]:
-    metal = mx.metal.is_available()
-    make: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
-    made: Callable[..., Any] = make(
-        name=name,
-        input_names=inputs,
-        output_names=outputs,
-        source=source,
-        header=(_METAL if metal else _CUDA) + header,
-    )
-    return made
+    return make_kernel("troupe_join", ["parts", "tops", "totals"], ["out"], _JOIN)

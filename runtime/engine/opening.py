@@ -26,6 +26,7 @@ from .batch import why_not_batchable
 from .encodable import plan_for
 from .expanding import Expanding, expand_for_many
 from .forward import Forward
+from .fused_blocks import fuse_blocks, unfuse_blocks
 from .fusing import fuse_projections, joint_products, turn_weights
 from .hosting import Hosting
 from .kvplan import KVPlan
@@ -100,8 +101,9 @@ def load_parts(options: Options) -> Parts:
         products = [*model.modules(), *joint_products(model)]
         expanding = expand_for_many(products)
         turn_weights(products)
+        fuse_blocks(model)
     kind = state_kind(model)
-    reason = kind.obstacle or why_not_batchable(model) or ""
+    reason = kind.obstacle or _why_not_batchable(model) or ""
     plan, reason = plan_for(model, options.kv, options.path, reason)
     together = not reason
     eos = checkpoint.eos_ids
@@ -145,6 +147,14 @@ def load_parts(options: Options) -> Parts:
     )
     states = States(model, vocab_size, adapters, plan, hosting, options.snapshot_limit)
     return Parts(model, info, plan, adapters, states, masks, make_forward)
+
+
+def _why_not_batchable(model: Any) -> str | None:
+    """As ``why_not_batchable``, without the fused blocks if it is because of them."""
+    reason = why_not_batchable(model)
+    if reason is None or not unfuse_blocks(model):
+        return reason
+    return why_not_batchable(model)
 
 
 def described(parts: Parts, options: Options, layers: tuple[KVLayers, ...]) -> ModelInfo:

@@ -1,0 +1,69 @@
+"""GPU kernels of one body for CUDA and Metal: the words that differ, and making a kernel.
+
+Pure; knows no kernel. Called on the device thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+
+_PACK = """
+template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T v[N]; };
+"""
+_CUDA = (
+    """
+#define TID int(threadIdx.x)
+#define BLOCK_X int(blockIdx.x)
+#define BLOCK_Y int(blockIdx.y)
+#define SHARED __shared__
+#define GLOBAL
+#define BARRIER __syncthreads()
+#define XOR(x, n) __shfl_xor_sync(0xffffffffu, x, n)
+#define EXP2(x) exp2f(x)
+#define COS(x) cosf(x)
+#define SIN(x) sinf(x)
+#define RSQRT(x) rsqrtf(x)
+#define MAX(a, b) fmaxf(a, b)
+#define NEVER (-__int_as_float(0x7f800000))
+"""
+    + _PACK
+)
+_METAL = (
+    """
+#define TID int(thread_position_in_threadgroup.x)
+#define BLOCK_X int(threadgroup_position_in_grid.x)
+#define BLOCK_Y int(threadgroup_position_in_grid.y)
+#define SHARED threadgroup
+#define GLOBAL device
+#define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define XOR(x, n) simd_shuffle_xor(x, n)
+#define EXP2(x) exp2(x)
+#define COS(x) cos(x)
+#define SIN(x) sin(x)
+#define RSQRT(x) rsqrt(x)
+#define MAX(a, b) max(a, b)
+#define NEVER (-INFINITY)
+"""
+    + _PACK
+)
+
+
+def make_kernel(
+    name: str, inputs: list[str], outputs: list[str], source: str, header: str = ""
+) -> Callable[..., Any]:
+    """A kernel of a body that serves CUDA and Metal; its words are defined above."""
+    metal = mx.metal.is_available()
+    make: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
+    made: Callable[..., Any] = make(
+        name=name,
+        input_names=inputs,
+        output_names=outputs,
+        source=source,
+        header=(_METAL if metal else _CUDA) + header,
+    )
+    return made
