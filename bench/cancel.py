@@ -46,7 +46,7 @@ def streaming(url: str, seed: int) -> Iterator[None]:
 
 def cut(url: str, prompt: tuple[int, ...], at: float) -> str:
     """Leave at this part of the prompt, ask again; a line of the table."""
-    before = scheduler(url)["prefilled_tokens"]
+    before = int(scheduler(url)["prefilled_tokens"])
 
     def prefilled() -> int:
         return int(scheduler(url)["prefilled_tokens"]) - before

@@ -27,7 +27,8 @@ import rig
 rig.ready()
 
 from resume_rig import whole  # noqa: E402
-from tiny import EOS, make_checkpoint, prompt  # noqa: E402
+from tiny import make_checkpoint, prompt  # noqa: E402
+from tiny_families import EOS  # noqa: E402
 
 from mlx_troupe.actors.system import open_runtime  # noqa: E402
 from mlx_troupe.runtime.requests import (  # noqa: E402
@@ -56,7 +57,7 @@ class Counted:
             self.bytes += written
             return written
 
-        Files.write = counted  # type: ignore[method-assign]
+        Files.write = counted  # type: ignore[method-assign,assignment]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> bool:
@@ -97,7 +98,7 @@ async def run(options: argparse.Namespace, folder: Path) -> bool:
         f" {made:,} of keys and values: {ratio:.3f} x (bar {BAR}); {disk['spills']} states,"
         f" {durable} tokens durable; {usage.completion_tokens / seconds:.0f} tokens/s"
     )
-    return ratio <= BAR and durable == len(PROMPT) + usage.completion_tokens - 1
+    return bool(ratio <= BAR and durable == len(PROMPT) + usage.completion_tokens - 1)
 
 
 def main() -> None:

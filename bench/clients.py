@@ -47,7 +47,8 @@ def body(prompt: tuple[int, ...], tokens: int) -> dict[str, Any]:
 
 def ask(url: str, prompt: tuple[int, ...], tokens: int = 1) -> Answer:
     """Wait for an answer's end."""
-    began, first, usage = time.perf_counter(), 0.0, {}
+    began, first = time.perf_counter(), 0.0
+    usage: dict[str, Any] = {}
     asked = body(prompt, tokens)
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=None) as reply:
         if reply.status_code != 200:

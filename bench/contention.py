@@ -35,7 +35,7 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine import SHAPES, make_model, mx  # first: it puts a fast BLAS before MLX
+from engine import DTYPES, SHAPES, make_model  # first: it puts a fast BLAS before MLX
 from sharing import KINDS, WINDOW, Run, Sharing
 
 from mlx_troupe.actors.system import Runtime, open_runtime
@@ -128,7 +128,7 @@ async def pair(
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
     """All pairs, and the table."""
-    make_model(folder, options.shape, options.bits, getattr(mx, options.dtype))
+    make_model(folder, options.shape, options.bits, DTYPES[options.dtype])
     turn = threading.Lock()
     settings = Settings(folder, "bench", dtype="keep", prompt_cache_bytes=options.cache << 30)
     devices = [Sharing(folder, turn, dtype="keep") for _ in range(2)]
@@ -136,15 +136,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     waits: list[Wait] = []
     one, two = (open_runtime(settings, device=d, tokenizer=ByteTokenizer()) for d in devices)
     async with one as first, two as second:
-        sides = [Side(*both) for both in zip((first, second), devices, strict=True)]
-        for side in sides:
+        alone, beside = Side(first, devices[0]), Side(second, devices[1])
+        for side in (alone, beside):
             await side.runtime.wait_ready()
             # Both kinds of steps, and on a GPU the kernels that these make it compile.
             await serve(side.runtime, request(options.long // 8, 77, 8))
             await serve(side.runtime, request(options.short, 78, options.answer))
         for number in range(options.repeat):
-            pairs.append(await pair(*sides, options, number, waits))
-            sides.reverse()
+            pairs.append(await pair(alone, beside, options, number, waits))
+            alone, beside = beside, alone
             tell(pairs[-1], waits[-1], options)
     summary(pairs)
 
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--bits", type=int, default=0, help="of the weights; 0 = not quantized")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--cache", type=int, default=1, help="GiB of kept states")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

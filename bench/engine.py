@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rig import Rig, ready
@@ -35,7 +36,8 @@ from mlx_lm.generate import BatchGenerator, generate_step  # noqa: E402
 from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 
-SHAPES = {
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+SHAPES: dict[str, dict[str, Any]] = {
     "llama-3b": {
         "hidden_size": 3072,
         "num_hidden_layers": 28,
@@ -121,7 +123,7 @@ def prompts(rows: int, length: int, vocab: int) -> list[list[int]]:
 
 def lone(model: nn.Module, prompt: Sequence[int], tokens: int) -> float:
     """Tokens per second of mlx-lm's ``generate_step`` after its first token."""
-    stream: Iterator[object] = generate_step(mx.array(prompt), model, max_tokens=tokens + 1)
+    stream: Iterator[object] = generate_step(mx.array(list(prompt)), model, max_tokens=tokens + 1)
     next(stream)
     began = time.perf_counter()
     made = sum(1 for _ in stream)
@@ -226,7 +228,7 @@ def adapted(rig: Rig, folder: Path, options: argparse.Namespace) -> dict[str, fl
         mounted.append((rig.device.mount(path.name, path).revision,))
     asked = prompts(32, options.prompt, rig.info.vocab_size)
     turns = [*mounted, ()]
-    sides = {
+    sides: dict[str, list[tuple[str, ...]]] = {
         "base": [()] * 32,
         "mixed": [turns[row % len(turns)] for row in range(32)],
         "one for all": [mounted[0]] * 32,

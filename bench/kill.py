@@ -224,8 +224,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kill-"))
-        self._flags = ("--ssd-cache", str(self._folder), "--generation-checkpoint")
-        self._flags += (str(options.every),)
+        every = ("--generation-checkpoint", str(options.every))
+        self._flags = ("--ssd-cache", str(self._folder), *every)
         self._model = options.served
         self._server = start(self._model, *self._flags)
 

@@ -23,6 +23,7 @@ from rig import Rig, ready
 ready()
 
 import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
 
 from mlx_troupe.runtime.device import RowId  # noqa: E402
 from mlx_troupe.runtime.engine.batch import RowBatch  # noqa: E402
@@ -83,7 +84,7 @@ def model_caches(model: Any) -> list[Any]:
 def divergence(plain: mx.array, other: mx.array) -> list[float]:
     """KL in nats of every row and position."""
     rows = [(mx.exp(p) * (p - o)).sum(-1) for p, o in zip(plain, other, strict=True)]
-    return [float(x) for row in rows for x in row.tolist()]  # type: ignore[union-attr]
+    return [x for row in rows for x in np.array(row).tolist()]
 
 
 def main() -> None:

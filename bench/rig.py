@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from itertools import count, zip_longest
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_troupe.runtime.device import StepDone
+    from mlx_troupe.runtime.device import RowId, StepDone
+    from mlx_troupe.runtime.text.matching import TokenMatcher
 
 
 def ready() -> None:
@@ -43,9 +44,9 @@ class Rig:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        matchers: Sequence[object] = (),
+        matchers: Sequence[TokenMatcher | None] = (),
         adapters: Sequence[tuple[str, ...]] = (),
-    ) -> tuple[int, ...]:
+    ) -> tuple[RowId, ...]:
         """Prefill rows for these prompts, one after the other.
 
         The first ones have matchers, and the first ones the adapters of these revisions.
@@ -64,7 +65,7 @@ class Rig:
                 self.step(prefill=(d.PrefillRow(row, size),))
         return ids
 
-    def end(self, rows: tuple[int, ...]) -> None:
+    def end(self, rows: tuple[RowId, ...]) -> None:
         """Drop rows."""
         self.step(end=rows)
 
@@ -72,7 +73,7 @@ class Rig:
         self,
         prompts: Sequence[Sequence[int]],
         tokens: int,
-        matchers: Sequence[object] = (),
+        matchers: Sequence[TokenMatcher | None] = (),
         adapters: Sequence[tuple[str, ...]] = (),
     ) -> float:
         """Tokens per second of all rows while they decode together."""
@@ -81,7 +82,7 @@ class Rig:
         rows = self.start(prompts, matchers, adapters)
 
         def launch() -> None:
-            self.device.launch(d.StepPlan(d.StepId(next(self._steps)), decode=rows))  # type: ignore[arg-type]
+            self.device.launch(d.StepPlan(d.StepId(next(self._steps)), decode=rows))
 
         launch()
         self.device.push()
@@ -99,10 +100,10 @@ class Rig:
         self.end(rows)
         return made / seconds
 
-    def step(self, **parts: object) -> StepDone:
+    def step(self, **parts: Any) -> StepDone:
         """One step, waited for."""
         from mlx_troupe.runtime import device as d
 
-        self.device.launch(d.StepPlan(d.StepId(next(self._steps)), **parts))  # type: ignore[arg-type]
+        self.device.launch(d.StepPlan(d.StepId(next(self._steps)), **parts))
         self.device.push()
         return self.device.settle()

@@ -79,7 +79,7 @@ class Clock:
             finally:
                 self.seconds.append(time.perf_counter() - began)
 
-        Sampler.draw = timed  # type: ignore[method-assign]
+        Sampler.draw = timed  # type: ignore[method-assign,assignment]
 
 
 class Side:

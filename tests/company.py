@@ -10,8 +10,9 @@ from pathlib import Path
 import trio
 
 from mlx_troupe.actors.disk import Disk
+from mlx_troupe.actors.generation import Generation
 from mlx_troupe.actors.inline_worker import InlineWorker
-from mlx_troupe.actors.system import Generation, Runtime, open_runtime
+from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.requests import (
     Failed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -176,7 +177,7 @@ class Broken(Files):
     def sync_folder(self, folder: Path) -> None:
         self._fail("sync_folder")
 
-    def open(self, path: Path):
+    def open(self, path: Path) -> BinaryIO:
         self._fail("open")
         return super().open(path)
 
@@ -205,7 +206,7 @@ class Fast(Files):
 
 def opened(folder: Path, **options: object) -> SpillStore:
     """An opened store that hashes all it reads, on a disk that is not waited for."""
-    defaults: dict = {"verify": True, "clock": Ticks(), "files": Fast()}
+    defaults: dict[str, Any] = {"verify": True, "clock": Ticks(), "files": Fast()}
     store = SpillStore(folder, **{**defaults, **options})
     store.open()
     return store

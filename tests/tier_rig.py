@@ -267,7 +267,7 @@ class Tiers:
     def _write(self, device: Forced, store: SpillStore, text: Ids, kept: Kept) -> None:
         for kind, (snapshot, length) in kept.items():
             cuttable = device.info.can_trim(length)
-            entry = SpillEntry(NAMESPACES[kind], text[:length], "boundary", cuttable)
+            entry = SpillEntry(NAMESPACES[kind], text[:length], "prompt", cuttable)
             assert store.save(entry, device.export(snapshot))
 
     def _read(self, device: Forced, store: SpillStore, text: Ids, length: int) -> Kept:

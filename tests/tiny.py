@@ -110,4 +110,4 @@ def _weight(name: str, weight: mx.array, draw: Draw) -> mx.array:
         return noise * (draw.embedding if "embed" in name else 0.1)
     gain = 2.0 if "head" in name else 1.3
     inputs = weight.shape[-1] if "switch" in name else weight[0].size
-    return noise * (gain / inputs**0.5)
+    return noise * float(gain / inputs**0.5)
