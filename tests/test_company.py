@@ -346,7 +346,6 @@ async def test_a_prompt_that_fills_the_window_is_named_as_it_was_sent(
         (ask(), InvalidRequest),
         (ask(1, max_tokens=0), InvalidRequest),
         (ask(1000), InvalidRequest),
-        (ask(1, stop=("",)), InvalidRequest),
         (
             GenerationRequest(TextPrompt("1"), SamplingRequest(temperature=float("nan"))),
             InvalidRequest,
