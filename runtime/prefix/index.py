@@ -1,23 +1,23 @@
 """The core of the prefix cache: which kept state serves a prompt best, and which must go.
 
-Owns the trees of all namespaces, the order of use, the byte budget and the leases, for the memory
-tier. Run by the ``KVCache`` actor's task and by nobody else; it never waits. It does not know what
-a state is made of and touches no device: it names snapshots, and every call that makes some of them
-useless returns those, exactly once, for the caller to release.
+Owns the byte budget of the memory tier, the leases and the counters, and decides what is kept in
+its ``Holdings``. Run by the ``KVCache`` actor's task and by nobody else; it never waits. Knows not
+what a state is made of and touches no device: it names snapshots, and every call that makes some
+of them useless returns those, exactly once, for the caller to release.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Sequence
 
 from ..device import SnapshotId
 from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult, model_of
-from .explain import AROUND, Explanation, Gone, Nearest, explain
+from .explain import Explanation, Gone, explain
+from .holdings import Holdings
 from .leases import Leases
 from .tree import RadixTree
-from .worth import choose, inherit, note_use, num_weighed
+from .worth import inherit, note_use
 
 _COUNTS = (
     *("hits", "misses", "tokens_reused", "puts", "refused"),
@@ -46,26 +46,19 @@ class PrefixCore:
             raise ValueError(f"a budget of {budget_bytes} bytes is less than nothing")
         self._budget = budget_bytes
         self._aside = 0
-        self._bytes = 0
-        self._trees: dict[str, RadixTree] = {}
-        self._by_use: OrderedDict[SnapshotId, Entry] = OrderedDict()
-        self._detached: dict[SnapshotId, Entry] = {}
-        self._closed: dict[SnapshotId, Entry] = {}
+        self._held = Holdings()
         self._leases = Leases()
         self._gone = Gone()
-        self._kinds: Counter[Kind] = Counter()
-        self._sessions: Counter[str] = Counter()
-        self._clock = count(1)
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Entries that a lookup can find."""
-        return len(self._by_use)
+        return len(self._held)
 
     @property
     def bytes(self) -> int:
         """Bytes of all states not yet released, found or only leased."""
-        return self._bytes
+        return self._held.bytes
 
     @property
     def leases(self) -> int:
@@ -95,7 +88,7 @@ class PrefixCore:
             self._counts["misses"] += 1
             return None
         entry, length = found
-        self._touch(entry)
+        self._held.touch(entry)
         note_use(entry, session)
         self._counts["hits"] += 1
         self._counts["tokens_reused"] += length
@@ -125,13 +118,13 @@ class PrefixCore:
         """How far ``ids`` are served now, and why no further; changes nothing."""
         usable = self.peek(ids, namespace, trim_window=trim_window, trim_floor=trim_floor)
         model = model_of(namespace)
-        others = [n for n in self._trees if n != namespace and model_of(n) == model]
+        others = [n for n in self._held.namespaces if n != namespace and model_of(n) == model]
         uncut = self.peek(ids, namespace, trim_window=trim_window)
         return explain(
             ids,
             usable,
-            own=self._nearest(ids, namespace),
-            others=[near for n in others if (near := self._nearest(ids, n)) is not None],
+            own=self._held.nearest(ids, namespace),
+            others=[near for n in others if (near := self._held.nearest(ids, n)) is not None],
             gone=tuple(self._gone.nearest(ids, namespace)),
             encoded=uncut > usable,
             session=session,
@@ -159,14 +152,14 @@ class PrefixCore:
                 ``trim_window`` than the namespace's entries were put with.
         """
         self._check_put(ids, snapshot, nbytes)
-        tree = self._tree(namespace, trim_window)
+        tree = self._held.tree(namespace, trim_window)
         if nbytes > self._budget or self._budget == 0:
             return self._refuse(snapshot)
         if tree is None:
             tree = RadixTree(trim_window)
         same = tree.exact(ids)
         if same is None and (cover := tree.covering(ids)) is not None:
-            self._touch(cover)
+            self._held.touch(cover)
             return self._refuse(snapshot)
         entry = Entry(snapshot, namespace, len(ids), nbytes, kind, tree.can_cut(len(ids)))
         entry.session = session
@@ -174,9 +167,9 @@ class PrefixCore:
         if same is not None:
             replaced = (same, *replaced)
         inherit(entry, replaced)
-        release = self._detach(replaced)
-        self._trees[namespace] = tree  # it is new, or what was detached had emptied it
-        self._add(tree, ids, entry)
+        release = self._held.detach(replaced)
+        self._held.add(tree, ids, entry)
+        self._counts["puts"] += 1
         return PutResult(True, release + self._make_room(keep=entry))
 
     def end_lease(self, lease: LeaseId, *, taken: bool = False) -> tuple[SnapshotId, ...]:
@@ -189,11 +182,11 @@ class PrefixCore:
         entry = self._leases.end(lease)
         if entry is None:
             return ()
-        if entry.snapshot in self._detached:
-            return (self._release(entry),)
+        if released := self._held.release(entry):
+            return released
         if taken and 2 * entry.nbytes > self._budget:
             self._counts["handed_over"] += 1
-            return self._detach((entry,))
+            return self._held.detach((entry,))
         return self._make_room()
 
     def end_all_leases(self) -> tuple[SnapshotId, ...]:
@@ -213,46 +206,39 @@ class PrefixCore:
     def relieve(self, nbytes: int) -> tuple[SnapshotId, ...]:
         """Give up entries of so many bytes, if there are such without a lease."""
         before = self._counts["evictions"]
-        release = self._evict(self._bytes - nbytes)
+        release = self._evict(self._held.bytes - nbytes)
         self._counts["pressed_out"] += self._counts["evictions"] - before
         return release
 
     def close_session(self, session: str) -> bool:
         """Nobody goes on with this chat: what only it used goes first. False if it is not known."""
-        if self._sessions.pop(session, 0) == 0:
-            return False
-        for entry in self._by_use.values():
-            if entry.session == session:
-                entry.session = None
-                if not entry.shared:
-                    self._closed[entry.snapshot] = entry
-        return True
+        return self._held.close_session(session)
 
     def clear(self) -> tuple[SnapshotId, ...]:
         """Forget all entries; leased states follow when their lease ends."""
-        return self._detach(tuple(self._by_use.values()))
+        return self._held.detach(self._held.entries)
 
     def drop(self, snapshot: SnapshotId) -> tuple[SnapshotId, ...]:
         """Forget one entry; as with :meth:`clear`. An unknown snapshot is ignored."""
-        entry = self._by_use.get(snapshot)
-        return () if entry is None else self._detach((entry,))
+        entry = self._held.entry(snapshot)
+        return () if entry is None else self._held.detach((entry,))
 
     def snapshots(self) -> tuple[SnapshotId, ...]:
         """Every state not yet released, leased ones included."""
-        return (*self._by_use, *self._detached)
+        return tuple(entry.snapshot for entry in (*self._held.entries, *self._held.detached))
 
     def stats(self) -> PrefixStats:
         """Live figures and counters; cheap enough for every scrape."""
         return PrefixStats(
             entries=len(self),
-            prompt_entries=self._kinds["prompt"],
-            final_entries=self._kinds["final"],
-            partial_entries=self._kinds["partial"],
-            bytes=self._bytes,
+            prompt_entries=self._held.kinds["prompt"],
+            final_entries=self._held.kinds["final"],
+            partial_entries=self._held.kinds["partial"],
+            bytes=self._held.bytes,
             budget_bytes=self._budget,
-            detached_bytes=sum(entry.nbytes for entry in self._detached.values()),
+            detached_bytes=sum(entry.nbytes for entry in self._held.detached),
             leases=len(self._leases),
-            sessions=len(self._sessions),
+            sessions=len(self._held.sessions),
             set_aside_bytes=self._aside,
             **{name: self._counts[name] for name in _COUNTS},
         )
@@ -260,141 +246,47 @@ class PrefixCore:
     def _find(
         self, ids: Sequence[int], namespace: str, trim_window: int | None, trim_floor: int
     ) -> tuple[Entry, int] | None:
-        tree = self._tree(namespace, trim_window)
+        tree = self._held.tree(namespace, trim_window)
         found = tree.longest(ids[:-1]) if tree is not None else None
         if found is None or found[1] < trim_floor <= found[0].length:
             return None
         return found
-
-    def _tree(self, namespace: str, trim_window: int | None) -> RadixTree | None:
-        tree = self._trees.get(namespace)
-        if tree is not None and tree.trim_window != trim_window:
-            raise ValueError(
-                f"namespace {namespace!r} has the trim window {tree.trim_window},"
-                f" not {trim_window}: two models cannot share it"
-            )
-        return tree
 
     def _check_put(self, ids: Sequence[int], snapshot: SnapshotId, nbytes: int) -> None:
         if not ids:
             raise ValueError("a state of no tokens serves nobody")
         if nbytes < 0:
             raise ValueError(f"a state of {nbytes} bytes is less than nothing")
-        if snapshot in self._by_use or snapshot in self._detached:
+        if snapshot in self._held:
             raise ValueError(f"snapshot {snapshot} is here already")
 
     def _refuse(self, snapshot: SnapshotId) -> PutResult:
         self._counts["refused"] += 1
         return PutResult(False, (snapshot,))
 
-    def _add(self, tree: RadixTree, ids: Sequence[int], entry: Entry) -> None:
-        entry.used = next(self._clock)
-        tree.insert(ids, entry)
-        self._by_use[entry.snapshot] = entry
-        self._count(entry, 1)
-        self._bytes += entry.nbytes
-        self._counts["puts"] += 1
-
-    def _count(self, entry: Entry, by: int) -> None:
-        self._kinds[entry.kind] += by
-        if entry.session is not None:
-            self._sessions[entry.session] += by
-            if not self._sessions[entry.session]:
-                del self._sessions[entry.session]
-
-    def _touch(self, entry: Entry) -> None:
-        entry.used = next(self._clock)
-        self._closed.pop(entry.snapshot, None)
-        self._by_use.move_to_end(entry.snapshot)
-        self._trees[entry.namespace].touch(entry)
-
     def _make_room(self, keep: Entry | None = None) -> tuple[SnapshotId, ...]:
         """Evict until the budget holds, and what is set aside of it as far as may be."""
         release = self._evict(self._budget, keep)
-        newest = next(reversed(self._by_use.values()), None)
-        return release + self._evict(self._budget - self._aside, keep or newest)
+        return release + self._evict(self._budget - self._aside, keep or self._held.newest)
 
     def _evict(self, limit: int, keep: Entry | None = None) -> tuple[SnapshotId, ...]:
         """Evict until all take ``limit`` at most; passes over leased entries and ``keep``."""
         release: tuple[SnapshotId, ...] = ()
-        while self._bytes > limit:
-            victim = self._next_victim(keep)
+        while self._held.bytes > limit:
+            victim = self._held.next_victim(keep)
             if victim is None:
                 break
             self._counts["evictions"] += 1
-            self._gone.add(victim.namespace, self._ids_of(victim), victim.session)
-            self._counts["evicted_tokens"] += self._lost_without(victim)
-            release += self._detach((victim,))
+            self._gone.add(victim.namespace, self._held.ids_of(victim), victim.session)
+            self._counts["evicted_tokens"] += self._held.lost_without(victim)
+            release += self._held.detach((victim,))
         return release
-
-    def _next_victim(self, keep: Entry | None) -> Entry | None:
-        count = num_weighed(len(self._by_use))
-        for entries, weighed in ((self._closed, 1), (self._by_use, count)):
-            free = (e for e in entries.values() if e.leases == 0 and e is not keep)
-            if (victim := choose(free, weighed, self._lost_without)) is not None:
-                return victim
-        return None
-
-    def _ids_of(self, entry: Entry) -> tuple[int, ...]:
-        return self._trees[entry.namespace].ids_of(entry)
-
-    def _nearest(self, ids: Sequence[int], namespace: str) -> Nearest | None:
-        tree = self._trees.get(namespace)
-        if tree is None or (found := tree.nearest(ids)) is None:
-            return None
-        entry, shared = found
-        rest = self._ids_of(entry)[shared : shared + AROUND]
-        return Nearest(shared, rest, entry.session)
-
-    def _lost_without(self, entry: Entry) -> int:
-        return self._trees[entry.namespace].lost_without(entry)
-
-    def _detach(self, entries: Iterable[Entry]) -> tuple[SnapshotId, ...]:
-        """Take entries out of the index; those that nobody leases are released at once."""
-        free: list[SnapshotId] = []
-        for entry in entries:
-            tree = self._trees[entry.namespace]
-            tree.remove(entry)
-            if not len(tree):
-                del self._trees[entry.namespace]
-            del self._by_use[entry.snapshot]
-            self._closed.pop(entry.snapshot, None)
-            self._count(entry, -1)
-            self._detached[entry.snapshot] = entry
-            if entry.leases == 0:
-                free.append(self._release(entry))
-        return tuple(free)
-
-    def _release(self, entry: Entry) -> SnapshotId:
-        del self._detached[entry.snapshot]
-        self._bytes -= entry.nbytes
-        return entry.snapshot
 
     def check_integrity(self) -> None:
         """Raise AssertionError, in words, where the books do not agree. For tests; walks all."""
-        for namespace, tree in self._trees.items():
-            assert len(tree), f"the empty tree of {namespace!r} was left behind"
-            tree.check_integrity()
-        self._check_order()
-        held = [*self._by_use.values(), *self._detached.values()]
+        self._held.check_integrity()
+        held = (*self._held.entries, *self._held.detached)
         self._leases.check_integrity(held)
-        for entry in self._detached.values():
-            assert entry.leases, "a state that nobody can find or leases was not released"
-        assert self._bytes == sum(entry.nbytes for entry in held), "bytes are not their sum"
         loose = [entry for entry in held if entry.leases == 0]
-        within = self._bytes <= self._budget
+        within = self._held.bytes <= self._budget
         assert within or len(loose) <= 1, "over budget by more than leases and the newest state"
-
-    def _check_order(self) -> None:
-        filed = sum(len(tree) for tree in self._trees.values())
-        assert filed == len(self._by_use), "the trees and the order of use differ in number"
-        ages = [entry.used for entry in self._by_use.values()]
-        assert ages == sorted(set(ages)), "the order of use is not by use"
-        assert all(self._by_use.get(s) is e for s, e in self._closed.items()), "closed and gone"
-        entries = self._by_use.values()
-        assert self._kinds == Counter(e.kind for e in entries), "kinds are miscounted"
-        sessions = Counter(e.session for e in entries if e.session is not None)
-        assert self._sessions == sessions, "sessions are miscounted"
-        for snapshot, entry in self._by_use.items():
-            assert entry.snapshot == snapshot, "an entry is filed under another snapshot"
-            assert entry in self._trees[entry.namespace], "an entry is in no tree"
