@@ -37,7 +37,8 @@ class Budgets:
     Attributes:
         kv_bytes: most bytes of state that rows may reserve together.
         context_tokens: most tokens (prompt + answer) of a row that has all of that to itself.
-        usable_bytes: what a memory budget leaves beside weights, prefill and kept states.
+        usable_bytes: what a memory budget leaves for rows beside weights, prefill, kept states and
+            what attention unpacks.
         cause: the flag that sets ``context_tokens``.
     """
 
@@ -52,7 +53,7 @@ def budgets(settings: Settings, model: ModelInfo) -> Budgets:
     usable = None
     if settings.memory_budget_bytes is not None:
         taken = model.weights_bytes + prefill_bytes(model) + cache_bytes(settings)
-        usable = max(0, settings.memory_budget_bytes - taken)
+        usable = _for_states(model, max(0, settings.memory_budget_bytes - taken))
     limits = [n for n in (settings.kv_budget_bytes, usable) if n is not None]
     if not limits:
         return Budgets()
@@ -138,6 +139,16 @@ def lone_tokens(model: ModelInfo, limit_bytes: int) -> int | None:
     return tokens // LONE_STEP * LONE_STEP
 
 
+def _for_states(model: ModelInfo, nbytes: int) -> int:
+    """Of so many bytes for rows, what their states may take: a step unpacks some of these."""
+    sliding, _ = _sliding(model)
+    # Layers that see everything outgrow the others.
+    growing = model.kv_bytes_per_token - sliding or model.kv_bytes_per_token
+    if not model.unpacked_bytes_per_token:
+        return nbytes
+    return nbytes * growing // (growing + model.unpacked_bytes_per_token)
+
+
 def _fixed(model: ModelInfo) -> int:
     """Recurrent state of a running row: as it is, and as it was before the step under way."""
     return 2 * model.fixed_bytes
@@ -157,7 +168,7 @@ def max_safe_context(model: ModelInfo, memory_bytes: int) -> int | None:
     Nothing is ever refused for it.
     """
     left = SAFE_SHARE * memory_bytes - model.weights_bytes - prefill_bytes(model)
-    tokens = lone_tokens(model, max(0, int(left)))
+    tokens = lone_tokens(model, _for_states(model, max(0, int(left))))
     found = [n for n in (tokens, model.context_window) if n is not None]
     return min(found, default=None)
 

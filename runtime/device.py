@@ -73,6 +73,8 @@ class ModelInfo:
         prefill_bytes_per_token: what prefill takes beside weights and state for each token of a
             step, roughly.
         expanded_bytes: what a step of many rows takes for weights that it expands, as measured.
+        unpacked_bytes_per_token: what a step takes for each token of its rows' states where
+            attention needs them in another form than they are kept in, roughly.
         namespace: digest of all that must be equal for two states to be interchangeable.
         device: short name of the device and MLX build, for people.
     """
@@ -95,6 +97,7 @@ class ModelInfo:
     weights_bytes: int = 0
     prefill_bytes_per_token: int = 0
     expanded_bytes: int = 0
+    unpacked_bytes_per_token: int = 0
     namespace: str = ""
     device: str = ""
 

@@ -256,6 +256,33 @@ def test_a_memory_budget_is_shared_by_all_that_the_model_takes() -> None:
     assert in_words(Settings(Path("/nowhere"), "m"), model) == ""
 
 
+@given(
+    full=st.integers(0, 40), sliding=st.integers(0, 40), unpacked=st.integers(0, 200),
+    left=st.integers(0, 10**7),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_what_attention_unpacks_is_part_of_a_memory_budget(
+    full: int, sliding: int, unpacked: int, left: int
+) -> None:
+    """A row as long as the limit allows fits with it; the advice leaves room for it, too."""
+    layers = (KVLayers("full", "", 1, full), KVLayers("sliding", "", 1, sliding))
+    model = ModelInfo(
+        "m", 9, None, frozenset(), kv_bytes_per_token=full + sliding, kv_layers=layers,
+        trim_window=500, unpacked_bytes_per_token=unpacked,
+    )  # fmt: skip
+    limited = Settings(Path("/nowhere"), "m", prompt_cache_bytes=0, memory_budget_bytes=left)
+    enforced = budgets(limited, model)
+    longest = enforced.context_tokens
+    advised = max_safe_context(model, left)
+    if longest is None or advised is None:
+        assert not full
+        return
+    assert state_bytes(model, longest, alone=True) + longest * unpacked <= left
+    assert advised <= longest
+    alone = budgets(limited, replace(model, unpacked_bytes_per_token=0))
+    assert (alone.kv_bytes, alone.usable_bytes) == (left, left)
+
+
 @pytest.mark.parametrize(
     ("limits", "told"),
     [

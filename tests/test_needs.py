@@ -8,10 +8,13 @@ import mlx.core as mx
 import pytest
 from tiny import make_checkpoint
 
+from mlx_troupe.http.cli.doctor import describe_fit
+from mlx_troupe.runtime.engine import codecs
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.memory import MemoryLimits
 from mlx_troupe.runtime.engine.needs import fit
 from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, TurboKV
 
 pytestmark = pytest.mark.mlx
 GB = 10**9
@@ -33,6 +36,47 @@ def test_the_estimate_is_what_the_loaded_model_says(
     assert estimate.context_window == info.context_window
     assert estimate.safe_bytes == 6 * GB
     assert estimate.fits
+
+
+@pytest.mark.parametrize(
+    ("kv", "on_cuda", "unpacks"),
+    [
+        (TurboKV(), False, True),
+        (AffineKV(8, 64), False, False),
+        (AffineKV(8, 64), True, True),
+        (PLAIN_KV, True, False),
+    ],
+)
+def test_what_attention_unpacks_is_estimated(
+    kv: KVScheme, on_cuda: bool, unpacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain keys and values of two layers, where those that are kept cannot be multiplied."""
+    path = make_checkpoint(tmp_path / "model", "llama", head_dim=64, num_hidden_layers=3)
+    plain = fit(path, 8 * GB, dtype="keep")
+    monkeypatch.setattr(codecs, "packed_products", lambda: not on_cuda)
+    estimate = fit(path, 8 * GB, dtype="keep", kv=kv)
+    device = MLXDevice(Options(path, name="m", dtype="keep", kv=kv))
+    info = device.open()
+    device.close()
+    assert estimate.unpacked_bytes_per_token == info.unpacked_bytes_per_token
+    assert 3 * info.unpacked_bytes_per_token == unpacks * 2 * plain.kv_bytes_per_token
+    told = dict(describe_fit(estimate))["state"]
+    assert ("to attend to it" in told) is unpacks
+
+
+def test_weights_that_a_gpu_expands_are_said_not_to_be_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantized ones, on CUDA; how much that takes is measured only when they are loaded."""
+    paths = [make_checkpoint(tmp_path / f"{bits}", bits=bits) for bits in (None, 4)]
+    for on_cuda in (False, True):
+        if on_cuda:
+            monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+        estimates = [fit(path, 8 * GB, dtype="keep") for path in paths]
+        assert [estimate.expands_weights for estimate in estimates] == [False, on_cuda]
+        told = [text for _, text in describe_fit(estimates[1]) if "expand" in text]
+        assert len(told) == on_cuda
 
 
 def test_an_estimate_reads_no_weights(tmp_path: Path) -> None:

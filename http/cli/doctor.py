@@ -92,10 +92,10 @@ def estimates_of(model: str, report: DoctorReport, kv: KVScheme) -> tuple[Fit, S
 def describe_fit(fit: Fit) -> Iterator[Line]:
     """The estimate in lines; nothing is ever refused for it."""
     yield "weights", f"{in_gb(fit.weights_bytes)} as they would be loaded"
-    yield (
-        "state",
-        f"{fit.kv_bytes_per_token / 1000:,.1f} kB a token; prefill {in_gb(fit.prefill_bytes)}",
-    )
+    unpacked = fit.unpacked_bytes_per_token
+    beside = f", {unpacked / 1000:,.1f} kB to attend to it" if unpacked else ""
+    state = f"{fit.kv_bytes_per_token / 1000:,.1f} kB a token{beside}"
+    yield "state", f"{state}; prefill {in_gb(fit.prefill_bytes)}"
     window = "unknown" if fit.context_window is None else f"{fit.context_window:,} tokens"
     if not fit.fits:
         told = f"no: weights and prefill are more than the {in_gb(fit.safe_bytes)} that are safe"
@@ -106,6 +106,8 @@ def describe_fit(fit: Fit) -> Iterator[Line]:
     else:
         told = f"one request of {fit.context_tokens:,} tokens within {in_gb(fit.safe_bytes)}"
     yield "fits", f"{told}; context window {window}"
+    if fit.expands_weights:
+        yield "", "not counted: weights that steps of many rows expand, measured at load"
 
 
 def describe_speed(speed: Speed) -> Line:

@@ -45,6 +45,11 @@ class Codec(Protocol):
         """What it is called, for people."""
         ...
 
+    @property
+    def unpacks(self) -> bool:
+        """Whether :meth:`attend` makes plain keys and values of what is stored."""
+        ...
+
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """What is kept of keys and values [B, heads, tokens, width]."""
         ...
@@ -85,6 +90,7 @@ class PlainCodec:
     """Keys and values as the model makes them."""
 
     name = "plain"
+    unpacks = False
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """See :class:`Codec`."""
@@ -147,6 +153,11 @@ class AffineCodec:
     def name(self) -> str:
         """See :class:`Codec`."""
         return f"affine {self.bits}-bit, groups of {self.group_size}"
+
+    @property
+    def unpacks(self) -> bool:
+        """See :class:`Codec`."""
+        return not packed_products()
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """Packed values, scales and biases of the keys, then those of the values."""

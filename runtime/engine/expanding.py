@@ -75,12 +75,18 @@ def expanded(module: Any) -> mx.array:
     )
 
 
+def may_expand(modules: Iterable[nn.Module]) -> bool:
+    """Whether there are weights that a step of many rows may expand on this machine."""
+    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
+    return on_cuda and any(type(module) is nn.QuantizedLinear for module in modules)
+
+
 def expand_for_many(modules: Iterable[nn.Module]) -> Expanding:
     """Make the quantized ones of these modules expanding ones where that is faster."""
     found: list[Any] = [module for module in modules if type(module) in _EXPANDING]
-    linear = [module for module in found if type(module) is nn.QuantizedLinear]
-    if not linear or not mx.cuda.is_available() or mx.default_device() != mx.gpu:
+    if not may_expand(found):
         return Expanding()
+    linear = [module for module in found if type(module) is nn.QuantizedLinear]
     many = faster_from(max(linear, key=_size))
     if many == math.inf:
         return Expanding()

@@ -6,7 +6,7 @@ arrays are described, never computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ from ..device import ModelInfo
 from ..errors import ModelError
 from ..kvschemes import PLAIN_KV, KVScheme
 from ..settings import Dtype
-from .kvplan import make_plan
+from .codecs import PLAIN
+from .expanding import may_expand
+from .kvplan import KVPlan, make_plan
 from .memory import device_memory
 from .models import load_checkpoint, read_config, state_kind
+from .nesting import flatten
 
 PREFILL_BYTES = 30
 """Of each hidden and each intermediate unit, for a token in prefill: 0.55 MB for an 8B model."""
@@ -36,14 +39,19 @@ class Fit:
     Attributes:
         weights_bytes: of the weights as they would be loaded.
         kv_bytes_per_token: of one more token's state.
-        prefill_bytes: of the largest prefill step beside both.
-        safe_bytes: what these three may take together, of ``memory_bytes``.
+        unpacked_bytes_per_token: what attention takes for a token beside its state.
+        expands_weights: steps of many rows take more for weights that they expand; how much is
+            measured when the model is loaded.
+        prefill_bytes: of the largest prefill step beside these.
+        safe_bytes: what all that is estimated may take together, of ``memory_bytes``.
         context_window: the model's; None if unknown.
         context_tokens: the longest single row within ``safe_bytes``; None = state does not grow.
     """
 
     weights_bytes: int
     kv_bytes_per_token: int
+    unpacked_bytes_per_token: int
+    expands_weights: bool
     prefill_bytes: int
     memory_bytes: int
     safe_bytes: int
@@ -72,13 +80,33 @@ def prefill_bytes_per_token(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def with_needs(info: ModelInfo, model: Module, path: Path) -> ModelInfo:
+def unpacked_bytes_per_token(plan: KVPlan, caches: Sequence[Any]) -> int:
+    """Bytes that attention takes for each token of its rows beside their states, roughly.
+
+    ``caches``: plain ones that hold something, evaluated or not. Counted are two layers, the one
+    that is attended to and the next: MLX lets more lie about only while that is little.
+    """
+    pairs = zip(flatten(caches), plan.codecs, strict=True) if plan.encodes else ()
+    sizes = [
+        sum(x.nbytes // x.shape[2] for x in PLAIN.stored_in(cache) or ())
+        for cache, codec in pairs
+        if codec is not None and codec.unpacks
+    ]
+    return sum(sorted(sizes)[-2:])
+
+
+def with_needs(info: ModelInfo, model: Module, plan: KVPlan, path: Path) -> ModelInfo:
     """A loaded model's description with what it needs of memory."""
+    anything: Any = model
+    caches = make_prompt_cache(model)
+    # Never evaluated: the shapes alone are wanted.
+    anything(mx.array([[0]]), cache=caches)
     return replace(
         info,
         memory_bytes=device_memory(),
         weights_bytes=weights_bytes(model),
         prefill_bytes_per_token=prefill_bytes_per_token(read_config(path)),
+        unpacked_bytes_per_token=unpacked_bytes_per_token(plan, caches),
     )
 
 
@@ -94,6 +122,7 @@ def fit(path: Path, memory_bytes: int, *, dtype: Dtype = "auto", kv: KVScheme = 
         model(mx.array([[0]]), cache=caches)
     except Exception as error:
         raise ModelError(f"{path} cannot be run: {error}") from error
+    unpacked = unpacked_bytes_per_token(plan, caches)
     layers = plan.applied(plan.converted(caches, max(1, plan.start)))
     info = ModelInfo(
         path.name,
@@ -106,10 +135,13 @@ def fit(path: Path, memory_bytes: int, *, dtype: Dtype = "auto", kv: KVScheme = 
         kv_layers=layers,
         weights_bytes=weights_bytes(model),
         prefill_bytes_per_token=prefill_bytes_per_token(read_config(path)),
+        unpacked_bytes_per_token=unpacked,
     )
     return Fit(
         weights_bytes=info.weights_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
+        unpacked_bytes_per_token=unpacked,
+        expands_weights=may_expand(model.modules()),
         prefill_bytes=prefill_bytes(info),
         memory_bytes=memory_bytes,
         safe_bytes=int(SAFE_SHARE * memory_bytes),

@@ -162,7 +162,7 @@ def described(parts: Parts, options: Options, layers: tuple[KVLayers, ...]) -> M
     per_token = sum(alike.layers * alike.bytes_per_token for alike in layers)
     fixed = sum(alike.layers * alike.fixed_bytes for alike in layers)
     info = replace(parts.info, kv_layers=layers, kv_bytes_per_token=per_token, fixed_bytes=fixed)
-    return with_needs(info, parts.model, options.path)
+    return with_needs(info, parts.model, parts.plan, options.path)
 
 
 def has_kernels(folder: str | None) -> bool:

@@ -30,6 +30,8 @@ _Base: Any = _BaseCache
 class TurboCodec:
     """Key codes, key scales, key zeros, packed values, value scales; see ``codecs.Codec``."""
 
+    unpacks = True
+
     def __init__(self, key_bits: int, value_bits: int) -> None:
         self.key_bits = key_bits
         self.value_bits = value_bits
