@@ -34,7 +34,8 @@ from mlx_troupe.runtime.device import (
 from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.engine.sampling import RowSampler, Sampler
+from mlx_troupe.runtime.engine.row_sampler import RowSampler
+from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.engine.snapshots import arrays_of
 from mlx_troupe.runtime.requests import Sampling
 

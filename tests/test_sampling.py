@@ -17,7 +17,8 @@ from mlx_lm import sample_utils
 
 from mlx_troupe.runtime.engine.processors import Processors
 from mlx_troupe.runtime.engine.randomness import mix
-from mlx_troupe.runtime.engine.sampling import Draws, RowSampler, Sampler
+from mlx_troupe.runtime.engine.row_sampler import RowSampler
+from mlx_troupe.runtime.engine.sampling import Draws, Sampler
 from mlx_troupe.runtime.engine.selection import DeviceKit, HostKit, Kit
 from mlx_troupe.runtime.requests import Hlg, Sampling
 

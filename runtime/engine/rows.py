@@ -19,7 +19,7 @@ from ..text.matching import TokenMatcher
 from .adapters import Chain
 from .backsteps import hold, step_back
 from .masks import Ticket
-from .sampling import RowSampler
+from .row_sampler import RowSampler
 from .snapshots import CannotCut, cut
 
 

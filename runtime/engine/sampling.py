@@ -1,8 +1,8 @@
 """Turning logits into token ids, every row by its own parameters and its own random numbers.
 
-Owns the per-row sampling state (:class:`RowSampler`) and the plan of the batch at hand: which rows
-are drawn together, and their parameters as arrays, made once for as long as the batch stays the
-same. Runs on the device thread. Knows no rows beyond their order in the batch and no cache.
+Owns the plan of the batch at hand: which rows are drawn together, and their parameters as arrays,
+made once for as long as the batch stays the same. What a row itself brings is its ``RowSampler``.
+Runs on the device thread. Knows no rows beyond their order in the batch and no cache.
 
 A draw depends on the row's logits, its seed and its token position alone, whatever shares the
 batch. On a GPU everything returned is lazy. On a CPU a draw that is not greedy reads the logits and
@@ -11,7 +11,6 @@ so waits for them (``selection`` says why); :meth:`Sampler.reads` tells.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -21,19 +20,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..curves import fault_of
-from ..device import MAX_LOGPROBS
 from ..requests import Sampling
 from . import allowing, penalty_kernel, sampling_kernel
-from .filters import Needs, Parameters, choose, needs_of, parameters_of
+from .filters import Needs, Parameters, choose, parameters_of
 from .logprobs import Scores, score
 from .masks import Masks
-from .processors import Past, Processors, past_of
-from .randomness import mix, uniforms
+from .processors import Past, Processors
+from .randomness import uniforms
+from .row_sampler import RowSampler
 from .selection import DeviceKit, HostKit, Kit
-
-COLDEST = 1e-5
-"""Below this a temperature is argmax: the noise could only decide between float32 neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +46,6 @@ class Draws:
     reported: mx.array
     faults: dict[int, str] = field(default_factory=dict)
     scores: Scores | None = None
-
-
-class RowSampler:
-    """One row's parameters and penalty history. Raises ValueError for parameters out of range.
-
-    ``logprobs`` is how many alternatives' log-probabilities it wants, None for no figures at all.
-    """
-
-    def __init__(
-        self,
-        sampling: Sampling,
-        ids: Sequence[int],
-        vocab_size: int,
-        logprobs: int | None = None,
-    ) -> None:
-        _check(sampling, vocab_size)
-        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"{logprobs} log-probabilities are outside [0, {MAX_LOGPROBS}]")
-        self.sampling = sampling
-        self.logprobs = logprobs
-        self.key = mix(sampling.seed)
-        self.greedy = sampling.temperature < COLDEST
-        self.needs = needs_of(sampling, vocab_size)
-        self.past: Past | None = past_of(sampling, ids)
-
-    @property
-    def processes(self) -> bool:
-        """Whether logits of this row are changed before sampling."""
-        return self.past is not None or bool(self.sampling.logit_bias)
-
-    def recent(self) -> mx.array | None:
-        """The tokens that its penalties look at; None without penalties."""
-        return None if self.past is None else self.past.recent(self.past.width())
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,26 +274,3 @@ def _processors(
         asked.append((place, row.sampling, row.past))
     batch = len(rows) if fused and penalty_kernel.works() else 0
     return (Processors(asked, recent, batch) if asked else None), faults
-
-
-def _check(sampling: Sampling, vocab_size: int) -> None:
-    ranges = [
-        ("temperature", sampling.temperature, 0.0, math.inf),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("xtc_probability", sampling.xtc_probability, 0.0, 1.0),
-        ("xtc_threshold", sampling.xtc_threshold, 0.0, 0.5),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
-    ]
-    if (hlg := sampling.hlg) is not None:
-        ranges += [
-            (f"hlg.{name}", getattr(hlg, name), 0.0, math.inf)
-            for name in ("width", "shoulder", "toe", "pivot_offset")
-        ]
-    for name, value, low, high in ranges:
-        if not low <= value <= high:
-            raise ValueError(f"{name} is {value}, outside [{low}, {high}]")
-    if sampling.curve is not None and (fault := fault_of(sampling.curve)) is not None:
-        raise ValueError(f"curve {fault}")
-    strangers = [i for i, _ in sampling.logit_bias if not 0 <= i < vocab_size]
-    if strangers:
-        raise ValueError(f"logit_bias names token {strangers[0]} of a vocabulary of {vocab_size}")

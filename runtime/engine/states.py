@@ -35,8 +35,8 @@ from .forward import Forward
 from .hosting import Hosting
 from .kvplan import KVPlan
 from .lazy import start as start_computing
+from .row_sampler import RowSampler
 from .rows import Row
-from .sampling import RowSampler
 from .snapshots import CannotCut, Snapshots, arrays_of, clone_all, num_bytes
 
 
