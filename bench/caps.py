@@ -29,7 +29,7 @@ MEMORY = 200 * MB
 CLIENTS = 8
 WARM_UP = 250
 AGAIN = 100
-"""Prompts that are asked once more at the end: some of them have to come back from the disk."""
+"""Prompts, at the most, that are asked once more at the end: some of them have to come back from the disk."""
 AT_REST = 7.0
 """Seconds after which a server that does nothing has given back what it can."""
 
@@ -115,6 +115,7 @@ async def caps(settings: Settings, options: argparse.Namespace, ask: Ask) -> Non
         ordinary_ids(draw.randrange(*lengths), seed, below)
         for seed in range(WARM_UP + options.prompts)
     ]
+    again = draw.sample(prompts[WARM_UP:], min(AGAIN, options.prompts))
     tokenizer = ByteTokenizer() if options.tiny else None
     async with open_runtime(settings, tokenizer=tokenizer) as runtime:
         await runtime.wait_ready()
@@ -124,7 +125,7 @@ async def caps(settings: Settings, options: argparse.Namespace, ask: Ask) -> Non
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peaks.watch)
             await serve_all(runtime, prompts[WARM_UP:], ask)
-            await serve_all(runtime, draw.sample(prompts[WARM_UP:], AGAIN), ask)
+            await serve_all(runtime, again, ask)
             seconds = time.perf_counter() - began
             await runtime.flush_cache(120)
             await trio.sleep(AT_REST)
@@ -137,7 +138,7 @@ async def caps(settings: Settings, options: argparse.Namespace, ask: Ask) -> Non
             - runtime.cast.view.stats.snapshot_bytes
         )
         after = await at_rest(runtime)
-    print(f"{options.prompts} prompts and {AGAIN} of them again in {seconds:.0f} s")
+    print(f"{options.prompts} prompts and {len(again)} of them again in {seconds:.0f} s")
     print(
         "most held: " + ", ".join(f"{name} {held / MB:.1f} MB" for name, held in peaks.most.items())
     )
