@@ -29,7 +29,7 @@ MEMORY = 200 * MB
 CLIENTS = 8
 WARM_UP = 250
 AGAIN = 100
-"""Prompts, at the most, that are asked once more at the end: some of them have to come back from the disk."""
+"""Prompts, at the most, that are asked once more: some of them have to come back from the disk."""
 AT_REST = 7.0
 """Seconds after which a server that does nothing has given back what it can."""
 
