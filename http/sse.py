@@ -165,10 +165,12 @@ class EventStream(ResponseBody):
 
     def _render_error(self, error: Exception) -> bytes:
         self._ended = True
-        log.error("a stream failed: %s", error, exc_info=error)
+        reply = describe(error)
+        if reply.status >= 500:
+            log.error("a stream failed: %s", error, exc_info=error)
         if not isinstance(error, TroupeError):
             self._meter.failed()
-        return event(error_json(describe(error)))
+        return event(error_json(reply))
 
 
 def stream_response(body: EventStream) -> Response:
