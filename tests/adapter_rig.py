@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ class Folders:
                 path, self.checkpoint(name), seed=seed, rank=rank, scale=scale, keys=keys
             )
         return self._made[path]
+
+
+@contextmanager
+def desks(folders: Folders, *, replayed: bool = False) -> Iterator[Callable[[str], Desk]]:
+    """Opens devices of models by name; ``replayed``: their steps are, as on a GPU."""
+    with ExitStack() as opened:
+
+        def start(name: str) -> Desk:
+            desk = Desk(folders.checkpoint(name))
+            opened.callback(desk.device.close)
+            if replayed:
+                desk.replay()
+            return desk
+
+        yield start
 
 
 class Desk:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from adapter_rig import MODELS, Desk, Folders, json_of, settled_memory, summed
+from adapter_rig import MODELS, Desk, Folders, desks, json_of, settled_memory, summed
 from lora_rig import (
     logits_of,
     make_mlx_adapter,
@@ -49,15 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture
 def desk(folders: Folders) -> Iterator[Callable[[str], Desk]]:
-    opened: list[Desk] = []
-
-    def start(name: str) -> Desk:
-        opened.append(Desk(folders.checkpoint(name)))
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.device.close()
+    with desks(folders) as start:
+        yield start
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from adapter_rig import Desk, Folders, settled_memory, summed
+from adapter_rig import Desk, Folders, desks, settled_memory, summed
 from lora_rig import with_adapter
 from ragged_rig import assert_equal
 from tiny import load_oracle
@@ -32,16 +32,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture
 def desk(folders: Folders) -> Iterator[Callable[[str], Desk]]:
-    opened: list[Desk] = []
-
-    def start(name: str) -> Desk:
-        opened.append(Desk(folders.checkpoint(name)))
-        opened[-1].replay()
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.device.close()
+    with desks(folders, replayed=True) as start:
+        yield start
 
 
 def mounted(one: Desk, folders: Folders, name: str, letters: str) -> dict[str, str]:
