@@ -1,30 +1,29 @@
 """The prefix cache actor: which prompt prefixes have a kept state, and what it costs.
 
-One task on trio's thread around :class:`PrefixCore`. It knows ids, sizes and leases; the states
-themselves stay on the device under their snapshot ids, which it tells the GPU to release.
+One task on trio's thread. It takes messages and answers them; what is kept is decided by its
+``MemoryTier`` and, where there is a disk, its ``SsdTier``. It owns who waits for a restore, and
+knows ids, sizes and leases: the states themselves stay on the device under their snapshot ids.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.budgets import kept_bytes
-from mlx_troupe.runtime.device import ModelInfo, RowId, SnapshotId
+from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import Unavailable
-from mlx_troupe.runtime.prefix.entries import Hit, Origin, namespace_of
+from mlx_troupe.runtime.prefix.entries import Hit, namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
-from mlx_troupe.runtime.prefix.room import Headroom, excess
 from mlx_troupe.runtime.scheduling.effects import LookUp, Missed, ReturnLease, Store
 from mlx_troupe.runtime.spill.queue import Candidate
 
 from .device_messages import GpuCommand, Release
 from .gpu import GpuView
 from .mailbox import Mailbox
+from .memory_tier import MemoryTier
 from .messages import (
     CacheLost,
     CacheMessage,
@@ -41,12 +40,9 @@ from .messages import (
 from .spill_messages import Flush, Prefetch, Restored
 from .tier import SsdTier, Waiting
 
-MAX_PASSING = 256
-"""Rows whose last state on the way is known; the others' stay until there is no room for them."""
-
 
 class KVCacheActor:
-    """Owns the prefix index of the memory tier.
+    """Serves lookups, offers and what ends them, from memory and from the disk behind it.
 
     Args:
         mailbox: a full one makes a lookup a miss and drops a put (its sender releases the state).
@@ -66,10 +62,7 @@ class KVCacheActor:
         max_leases: int,
         tier: SsdTier | None = None,
     ) -> None:
-        self.core = core
-        self._max_leases = max_leases
-        self._budget = core.stats().budget_bytes
-        self._headroom = Headroom(self._budget)
+        self._memory = MemoryTier(core, gpu=gpu, disk=tier, max_leases=max_leases)
         self._mailbox = mailbox
         self._scheduler = scheduler
         self._gpu = gpu
@@ -79,10 +72,11 @@ class KVCacheActor:
         self._in_hand: CacheMessage | None = None
         # Whose restore has ended, and who have not been answered yet.
         self._waiting: list[Waiting] = []
-        # Every state that was put and not yet released, whatever a torn index may say of it.
-        self._held: set[SnapshotId] = set()
-        # What running rows kept last on the way, where the next such state does not cover it.
-        self._passing: OrderedDict[RowId, SnapshotId] = OrderedDict()
+
+    @property
+    def core(self) -> PrefixCore:
+        """The index of the memory tier, for figures; another one after the device was lost."""
+        return self._memory.core
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -91,7 +85,7 @@ class KVCacheActor:
                 message = await self._mailbox.receive()
                 self._in_hand = message
                 self._take(message)
-                self._make_way()
+                self._memory.make_way(self._model, self._view.stats)
                 self._in_hand = None
             if quiet.cancelled_caught:
                 self._demote()
@@ -123,7 +117,7 @@ class KVCacheActor:
                 case _:
                     assert_never(message)
         self._answer_waiting()
-        self._scheduler.post(CacheLost(tuple(self._held)))
+        self._scheduler.post(CacheLost(self._memory.held))
 
     def _take(self, message: CacheMessage) -> None:
         match message:
@@ -132,20 +126,15 @@ class KVCacheActor:
             case Store():
                 self._put(message)
             case ReturnLease(lease, taken):
-                self._release(self.core.end_lease(lease, taken=taken))
+                self._memory.end_lease(lease, taken=taken)
             case EndAllLeases():
-                self._release(self.core.end_all_leases())
+                self._memory.end_all_leases()
             case Missed(nbytes):
-                # Nobody makes way for a state that would not fit into all of it.
-                room = nbytes if nbytes <= self._budget else 0
-                self._headroom.missed(room)
-                self._release(self.core.make_room(room, missed=True))
+                self._memory.missed(nbytes)
             case Pressed():
-                pass  # it only woke us: see _make_way
+                pass  # it only woke us: see MemoryTier.make_way
             case Clear(reply):
-                entries = len(self.core)
-                self._release(self.core.clear())
-                reply.set(entries)
+                reply.set(self._memory.clear())
             case CloseSession(session, closed):
                 closed.set(self._close_session(session))
             case Explain():
@@ -160,24 +149,12 @@ class KVCacheActor:
                 self._model = model
             case DeviceLost():
                 self._model = None
-                self._held.clear()
-                self._passing.clear()
-                self.core = PrefixCore(self._budget)
+                self._memory.device_lost()
                 self._answer_waiting()
                 if self._tier is not None:
                     self._tier.device_lost(message)
             case _:
                 assert_never(message)
-
-    def _make_way(self) -> None:
-        """Entries give way to all else that the cache keeps alive, and to a device in need."""
-        tier, model = self._tier, self._model
-        others = 0 if tier is None else tier.held_bytes
-        self._release(self.core.set_aside(others + self._headroom.bytes))
-        if model is not None:
-            kept = self.core.bytes + (0 if tier is None else tier.owned_bytes)
-            over = excess(self._view.stats, kept, model)
-            self._release(self.core.relieve(over) if over else ())
 
     def _look_up(self, message: LookUp) -> None:
         hit = self._find(message)
@@ -185,43 +162,28 @@ class KVCacheActor:
         if model is not None and tier is not None:
             namespace = namespace_of(model.namespace, message.adapters)
             if tier.fetch(message, namespace, hit, model):
-                self._release(self.core.make_room(tier.held_bytes))
+                self._memory.expect_restores()
                 return
         self._answer(message, hit)
 
     def _find(self, message: LookUp) -> Hit | None:
         """The longest usable prefix that memory has, leased."""
-        model = self._model
-        if model is None or self.core.leases >= self._max_leases:
+        if (model := self._model) is None:
             return None
-        return self.core.lookup(
-            message.ids,
-            namespace_of(model.namespace, message.adapters),
-            trim_window=model.trim_window,
-            trim_floor=model.trim_floor,
-            session=message.session,
-        )
+        namespace = namespace_of(model.namespace, message.adapters)
+        return self._memory.find(message.ids, namespace, message.session, model)
 
     def _explain(self, message: Explain) -> tuple[Explanation, int] | None:
         if (model := self._model) is None:
             return None
         namespace = namespace_of(model.namespace, message.adapters)
-        explanation = self.core.explain(
-            message.ids,
-            namespace,
-            trim_window=model.trim_window,
-            trim_floor=model.trim_floor,
-            session=message.session,
-        )
+        explanation = self._memory.explain(message.ids, namespace, message.session, model)
         on_disk = 0 if self._tier is None else self._tier.usable(message.ids, namespace, model)
         return explanation, on_disk
 
     def _answer(self, message: LookUp, hit: Hit | None) -> None:
         if self._model is not None:
-            # A row of a large state is let in: what it leaves is not going to fit just so.
-            coming = kept_bytes(self._model, len(message.ids))
-            if self._headroom.bytes < coming <= self._budget:
-                self._release(self.core.make_room(coming))
+            self._memory.expect(len(message.ids), self._model)
         if hit is not None and self._tier is not None:
             self._tier.use(hit.snapshot, trio.current_time())
         self._scheduler.post(Found(message.row, hit))
@@ -240,51 +202,12 @@ class KVCacheActor:
             message.origin,
             message.session,
         )
-        self._keep(candidate, model)
-
-    def _keep(self, candidate: Candidate, model: ModelInfo) -> None:
-        self._held.add(candidate.snapshot)
-        result = self.core.put(
-            candidate.ids,
-            candidate.namespace,
-            candidate.snapshot,
-            candidate.nbytes,
-            kind=candidate.kind,
-            trim_window=model.trim_window,
-            session=candidate.session,
-        )
-        if result.kept and self._tier is not None:
-            # Before others are let go: those that it covers need not be written any more.
-            self._tier.keep(candidate, trio.current_time())
-        self._release(result.release)
-        if result.kept:
-            self._headroom.kept()
-        if result.kept and candidate.origin is not None:
-            self._pass(candidate, candidate.origin)
+        self._memory.keep(candidate, model)
 
     def _close_session(self, session: str) -> bool:
         in_memory = self.core.close_session(session)
         on_disk = self._tier is not None and self._tier.close_session(session)
         return in_memory or on_disk
-
-    def _pass(self, candidate: Candidate, origin: Origin) -> None:
-        """Let go of what a row kept on the way before: it serves nobody but that row."""
-        before = self._passing.pop(origin.row, None)
-        if before is not None:
-            self._release(self.core.drop(before))
-        if origin.runs and not candidate.cuttable:
-            self._passing[origin.row] = candidate.snapshot
-        while len(self._passing) > MAX_PASSING:
-            self._passing.popitem(last=False)
-
-    def _release(self, snapshots: tuple[SnapshotId, ...]) -> None:
-        if not snapshots:
-            return
-        self._held.difference_update(snapshots)
-        if self._tier is not None:
-            self._tier.let_go(snapshots)
-        else:
-            self._gpu.post(Release(snapshots))
 
     # ---- with a disk behind it -----------------------------------------------------------
 
@@ -293,9 +216,7 @@ class KVCacheActor:
         if model is None or tier is None:
             return
         namespace = namespace_of(model.namespace, message.adapters)
-        have = self.core.peek(
-            message.ids, namespace, trim_window=model.trim_window, trim_floor=model.trim_floor
-        )
+        have = self._memory.peek(message.ids, namespace, model)
         tier.prefetch(message.ids, namespace, have, model)
 
     def _restored(self, message: Restored) -> None:
@@ -303,16 +224,16 @@ class KVCacheActor:
         tier, model, state = self._tier, self._model, message.state
         if tier is not None:
             self._waiting = tier.restored(message.entry, state)
-            self._make_way()
+            self._memory.make_way(model, self._view.stats)
         if state is not None and model is not None:
-            self._keep(state, model)
+            self._memory.keep(state, model)
         while self._waiting:
             waiting = self._waiting[-1]
             hit = waiting.hit
             if state is not None:
                 better = self._find(waiting.lookup)
                 if better is not None and hit is not None:
-                    self._release(self.core.end_lease(hit.lease))
+                    self._memory.end_lease(hit.lease)
                 hit = better or hit
             self._answer(waiting.lookup, hit)
             self._waiting.pop()
@@ -328,8 +249,7 @@ class KVCacheActor:
 
     def _demote(self) -> None:
         if self._tier is not None:
-            for snapshot in self._tier.idle(trio.current_time()):
-                self._release(self.core.drop(snapshot))
+            self._memory.drop(self._tier.idle(trio.current_time()))
 
     def _answer_waiting(self) -> None:
         """Rows that wait for the disk get nothing: what they had is lost with the index."""
