@@ -86,19 +86,25 @@ async def cached(runtime: Runtime) -> int:
     return end.usage.cached_tokens
 
 
+async def talking(runtime: Runtime, device: Slicing, nursery: trio.Nursery) -> list[str]:
+    """Begin a long answer; once it is complete its text is in the list."""
+    texts: list[str] = []
+
+    async def talk() -> None:
+        texts.append((await run(runtime, ask(500, max_tokens=400)))[0])
+
+    nursery.start_soon(talk)
+    await until(lambda: len(device.log) > 5)
+    return texts
+
+
 async def test_slices_arrive_in_order_and_rows_that_run_step_between_them(
     disk: ScriptedDisk,
 ) -> None:
     """No two slices follow on each other while a row decodes, and its text is right."""
     device = Slicing()
     async with company(device, disk=disk) as (runtime, _), trio.open_nursery() as nursery:
-        texts: list[str] = []
-
-        async def talk() -> None:
-            texts.append((await run(runtime, ask(500, max_tokens=400)))[0])
-
-        nursery.start_soon(talk)
-        await until(lambda: len(device.log) > 5)
+        texts = await talking(runtime, device, nursery)
         assert await cached(runtime) == len(LONG) - 1
         assert device.slices == SLICES
         first = device.log.index((0, 2))
@@ -180,13 +186,7 @@ async def test_a_slice_that_fails_costs_no_row_and_no_file(disk: ScriptedDisk) -
         raise MemoryError("for once")
 
     async with company(device, disk=disk) as (runtime, _), trio.open_nursery() as nursery:
-        texts: list[str] = []
-
-        async def talk() -> None:
-            texts.append((await run(runtime, ask(500, max_tokens=400)))[0])
-
-        nursery.start_soon(talk)
-        await until(lambda: len(device.log) > 5)
+        texts = await talking(runtime, device, nursery)
         device.meddle = short
         assert await cached(runtime) == 0
         device.meddle = None

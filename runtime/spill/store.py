@@ -201,7 +201,7 @@ class SpillStore:
             if self._renew(entry.key, header):
                 return 0
             last = self._writer.parents.last(origin)
-            written = self._writer.write(entry.key, entry.ids, header, state, origin)
+            written = self._writer.write(entry.ids, header, state, origin)
             if last is not None and last.runs and not entry.cuttable:
                 with suppress(SpillFault):
                     self.drop(last.key)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from ..prefix.entries import Origin
 from .books import file_name
 from .faults import DiskFull, TooLarge, Unfit
-from .folder import SpillFolder
+from .folder import SpillFolder, make_key
 from .format import Draft, Header, draft
 from .index import FileKey
 from .parents import Parents
@@ -31,18 +31,14 @@ class Writer:
         self._is_full = False
 
     def write(
-        self,
-        key: FileKey,
-        ids: Sequence[int],
-        header: Header,
-        state: HostState,
-        origin: Origin | None,
+        self, ids: Sequence[int], header: Header, state: HostState, origin: Origin | None
     ) -> Header:
         """Write and enter a state of ``ids``; returns its file's header. Raises SpillFault.
 
         Unfit for a delta also where it would be over the cap with what it continues, and the whole
         state would not.
         """
+        key = make_key(header.namespace, header.ids)
         written = self._behind(key, ids, header, state, origin)
         if written is None:
             written = self._put(key, draft(header, state))
