@@ -7,16 +7,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from ragged_rig import Replayed, assert_equal, model_named
 from tiny import load_oracle, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine import compiled as compiled_module
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.fusing import TurnedLinear, fuse_projections, turn_weights
 from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.engine.snapshots import arrays_of
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx
@@ -56,6 +58,31 @@ def test_a_trace_that_forgets_the_offsets_is_caught(monkeypatch: pytest.MonkeyPa
         troupe.step()
     with pytest.raises(AssertionError, match="differ"):
         troupe.step()
+
+
+@pytest.mark.parametrize("length", [20, 64, 65])
+def test_copies_stay_as_they_were(length: int) -> None:
+    """Of a row that leaves or goes on: later steps write near them, some of them in place."""
+    troupe = Replayed(model_named("llama"))
+    for row in (0, 1, 2):
+        troupe.add(row, length + (row > 1))
+    for _ in range(3):
+        troupe.step()
+    batch = troupe.batch
+    held = {row: batch.length(RowId(row)) for row in (0, 1)}
+    before = {row: arrays_of(batch.export(RowId(row), held[row])) for row in held}
+    mx.eval(list(before.values()))
+    known = {row: [np.array(array) for array in arrays] for row, arrays in before.items()}
+    unfinished = {row: arrays_of(batch.export(RowId(row), held[row])) for row in held}
+    troupe.drop(0)
+    troupe.step()
+    troupe.add(3, length)
+    for _ in range(3):
+        troupe.step()
+    for row in held:
+        for made in (before[row], unfinished[row]):
+            pairs = zip(made, known[row], strict=True)
+            assert all(np.array_equal(np.array(array), was) for array, was in pairs)
 
 
 def test_old_traces_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,17 +20,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from ..device import RowId
+from ..plans import RowId
 from .codecs import Codec, Image
 from .groups import GroupKey, Groups, Segment, capacity_for
 from .kvplan import PLAIN_PLAN, KVPlan, encoded
-from .layouts import BatchLayout, KVLayout, Piece
+from .layout_protocols import BatchLayout, Piece
+from .layouts import KVLayout
+from .lazy import start
 from .lone import CannotTrim, window_of_cache
 from .nesting import flatten, nest
 from .paged import PagedLayout
 from .pages import Pages
 from .recurrent import RecurrentLayout
 from .selfcheck import why_not_batchable
+from .snapshots import arrays_of
 from .steps import Step
 
 __all__ = ["CannotTrim", "RowBatch", "why_not_batchable"]
@@ -54,6 +57,8 @@ class RowBatch:
         self._oldest: dict[RowId, list[int]] = {}
         self._written: dict[RowId, int] = {}
         self._columns = 0
+        self.written_in_place = False
+        """Kernels write into the buffers, unknown to MLX: nothing may read them unfinished."""
 
     @property
     def rows(self) -> tuple[RowId, ...]:
@@ -127,6 +132,10 @@ class RowBatch:
         ]
         self._oldest[row] = source._oldest_held(row)
         self._written[row] = source._written[row]
+        if source.written_in_place:
+            kept = [image and image.detached() for image in self._joining[row]]
+            self._joining[row] = kept
+            start([x for image in kept if image is not None for x in image.stored])
         # What it leaves behind may be broken without anybody knowing yet.
         source.leave(row, poisoned=True)
 
@@ -157,6 +166,8 @@ class RowBatch:
             # Its conversion may still be waiting for the next step.
             pairs = zip(leaves, self._plan.codecs, strict=True)
             leaves = [encoded(cache, codec) for cache, codec in pairs]
+        if self.written_in_place:
+            start(arrays_of(leaves))
         return nest(leaves, self._nesting)
 
     def convert(self, row: RowId) -> None:
@@ -209,8 +220,11 @@ class RowBatch:
         for index, layer in enumerate(self._layers):
             joining = {row: images[index] for row, images in self._joining.items()}
             moved.append(layer.gather(relayout, joining))
+        detached = list(_detached(moved))
         if mx.default_device() == mx.cpu:
-            mx.eval(list(_detached(moved)))
+            mx.eval(detached)
+        elif self.written_in_place:
+            start(detached)
         for layer, pieces in zip(self._layers, moved, strict=True):
             layer.apply(relayout, pieces)
         self._joining.clear()

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import kernels
 from .attention import attend_group, attend_group_folded, packed_products, unpacked
+from .lazy import copied
 from .rings import QuantizedRing, to_ring
 from .steps import Reach
 
@@ -35,6 +36,10 @@ class Image:
     def first(self, tokens: int) -> Image:
         """Its first ``tokens`` slots' worth, a view."""
         return Image(tuple(x[..., :tokens, :] for x in self.stored), self.encoded)
+
+    def detached(self) -> Image:
+        """The same in memory of its own."""
+        return Image(tuple(copied(x) for x in self.stored), self.encoded)
 
 
 class Codec(Protocol):

@@ -57,6 +57,7 @@ class CompiledDecode:
         self._model = model
         self._batch = batch
         self._adapters = adapters
+        batch.written_in_place = True
         self._mixture: Mixture | None = None
         self._seen: dict[Shape, int] = {}
         self._traces: OrderedDict[Shape, Trace] = OrderedDict()
@@ -123,11 +124,14 @@ class CompiledDecode:
             shared = TracedStep(tuple(segments), offsets)
             caches = nest([layer.cache(shared) for layer in layers], self._batch.nesting)
             mixture = self._mixture
-            with nullcontext() if mixture is None else mixture.shown(adapters):
-                logits = self._model(tokens[:, None], cache=caches)
-            made = [layer.arrays for layer in layers]
-            _put(layers, held)
-            return logits, made
+            try:
+                with nullcontext() if mixture is None else mixture.shown(adapters):
+                    logits = self._model(tokens[:, None], cache=caches)
+                for layer in layers:
+                    layer.finish(shared)
+                return logits, [layer.arrays for layer in layers]
+            finally:
+                _put(layers, held)
 
         compiled: Any = mx.compile(step)
         return compiled

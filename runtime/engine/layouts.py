@@ -1,8 +1,11 @@
-"""Buffers of one layer by capacity group, behind one protocol; here: keys and values.
+"""Keys and values of one layer by capacity group.
 
-A batch owns one :class:`BatchLayout` for each layer. :class:`KVLayout` keeps keys and values, plain
-or sliding, in the bytes of a codec once a row is encoded. Runs on the device thread. It knows slots
-and lengths (from ``groups``), not what the rows are for, models or requests.
+:class:`KVLayout` keeps them, plain or sliding, in the bytes of a codec once a row is encoded. Runs
+on the device thread. It knows slots and lengths (from ``groups``), not what the rows are for,
+models or requests.
+
+In a replayed step a plain layer's new tokens are written by the attention kernel itself, in place
+and unknown to MLX (``kernels``): whoever reads the buffers beside it must have begun before.
 
 A sliding layer's buffer is a ring: position *p* lies in slot *p* mod ring, and which position a
 slot holds follows from the row's length alone. The ring is longer than the window by ``SLACK``, so
@@ -13,100 +16,21 @@ that a step of several columns does not overwrite what its first column sees, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
-from ..device import RowId
+from ..plans import RowId
+from . import kernels
 from .attention import AttentionView, attend_group_capped
 from .codecs import PLAIN, Codec, Image, Stored
 from .groups import GroupChange, GroupKey, Place, Relayout, Segment, SlotCopy
+from .layout_protocols import Attending, Piece
+from .lazy import copied
 from .lone import give_cache, take_image
 from .steps import Reach, Step
 
 SLACK = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes on their way to slots ``[slot, slot + count)``."""
-
-    slot: int
-    stored: Stored
-    detached: bool
-
-
-class BatchLayout(Protocol):
-    """One layer's share of a batch."""
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Every buffer that lives."""
-        ...
-
-    @property
-    def most_columns(self) -> int | None:
-        """Columns that a step may have at most; None = any number."""
-        ...
-
-    def take(self, cache: Any) -> tuple[Image | None, int]:
-        """A lone row's state, and the oldest position that it holds. Raises TypeError."""
-        ...
-
-    def give(self, image: Image | None, length: int, oldest: int, held: int) -> Any:
-        """A single-row cache with the first ``length`` of ``held`` tokens. Raises CannotTrim."""
-        ...
-
-    def oldest_held(self, written: int, oldest: int) -> int:
-        """The oldest position still held once ``written`` tokens went in."""
-        ...
-
-    def image(self, place: Place) -> Image | None:
-        """A view of a slot, the whole of it; None if nothing was ever written."""
-        ...
-
-    def fitted(self, image: Image, length: int, capacity: int) -> Image:
-        """The part of another batch's image that a slot of this capacity takes."""
-        ...
-
-    def gather(
-        self, relayout: Relayout, joining: Mapping[RowId, Image | None]
-    ) -> dict[GroupKey, list[Piece]]:
-        """What the changes move, by group, read before any of them."""
-        ...
-
-    def apply(self, relayout: Relayout, moved: Mapping[GroupKey, list[Piece]]) -> None:
-        """Carry the changes out."""
-        ...
-
-    def cache(self, step: Step) -> Any:
-        """What stands for a cache in one forward pass of all rows."""
-        ...
-
-    def commit(self, counts: Sequence[int]) -> None:
-        """The step's rows keep that many of its columns; before lengths grow by them."""
-        ...
-
-
-class Attending(Protocol):
-    """A layer that takes a step's keys and values and attends to all that it has."""
-
-    def write(self, step: Step, keys: mx.array, values: mx.array) -> None:
-        """Put a step's new tokens ([B, heads, columns, width]) behind each row's last."""
-        ...
-
-    def attend(
-        self,
-        step: Step,
-        queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
-        """Attention of all rows; shapes as in ``attention.AttentionView``."""
-        ...
 
 
 class KVLayout:
@@ -122,6 +46,7 @@ class KVLayout:
         self.ring = None if window is None else window + SLACK
         self.codec = codec
         self.buffers: dict[GroupKey, Stored] = {}
+        self._unwritten: dict[GroupKey, Stored] = {}
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -130,6 +55,7 @@ class KVLayout:
 
     def put_arrays(self, arrays: Sequence[mx.array]) -> None:
         """Replace every buffer by one of the same shape, in the order of :attr:`arrays`."""
+        self._unwritten.clear()
         rest = iter(arrays)
         for group in sorted(self.buffers):
             self.buffers[group] = tuple(next(rest) for _ in self.buffers[group])
@@ -210,7 +136,7 @@ class KVLayout:
         stored = self._recoded(image, group)
         if source in ending:
             return Piece(copy.slot, stored, False)
-        return Piece(copy.slot, tuple(mx.contiguous(x) for x in stored), True)
+        return Piece(copy.slot, tuple(copied(x) for x in stored), True)
 
     def _recoded(self, image: Image, group: GroupKey) -> Stored:
         """An image in the form of a group: encoding is for good, nothing is ever decoded."""
@@ -257,11 +183,24 @@ class KVLayout:
         for segment in step.segments:
             share = (_share(segment, x) for x in (keys, values))
             new = self.codec_of(segment.group).encode(*share)
-            buffers = self.buffers.get(segment.group)
-            if buffers is None:
-                buffers = self._zeros(segment.group, segment.slots, new)
-            where = step.positions(segment, self.ring)
-            self.buffers[segment.group] = _scatter(buffers, segment, where, new)
+            if step.in_place and self.ring is None and self.codec_of(segment.group) is PLAIN:
+                self._unwritten[segment.group] = new
+            else:
+                self._put_down(step, segment, new)
+
+    def finish(self, step: Step) -> None:
+        """Write what the step has not attended to."""
+        for segment in step.segments:
+            if (new := self._unwritten.pop(segment.group, None)) is not None:
+                self._put_down(step, segment, new)
+
+    def _put_down(self, step: Step, segment: Segment, new: Stored) -> Stored:
+        buffers = self.buffers.get(segment.group)
+        if buffers is None:
+            buffers = self._zeros(segment.group, segment.slots, new)
+        where = step.positions(segment, self.ring)
+        self.buffers[segment.group] = written = _scatter(buffers, segment, where, new)
+        return written
 
     def attend(
         self,
@@ -274,23 +213,42 @@ class KVLayout:
     ) -> mx.array:
         """Attention of all rows, once per group; shapes as in ``attention.AttentionView``."""
         window = min((w for w in (window, self.window) if w is not None), default=None)
-        outputs: list[mx.array] = []
-        for segment in step.segments:
-            stored = self.buffers[segment.group]
-            depth, rows = stored[0].shape[2], len(segment.lengths)
-            reach = Reach(step, segment, step.used(segment, depth), self.ring, window)
-            if (rows, reach.used) != (stored[0].shape[0], depth):
-                stored = tuple(x[:rows, :, : reach.used] for x in stored)
-            codec, share = self.codec_of(segment.group), _share(segment, queries)
-            if softcap is None:
-                outputs.append(codec.attend(share, stored, scale, reach, sinks))
-            elif codec is PLAIN:
-                keys, values = stored
-                mask = reach.mask(share.shape[1] // keys.shape[1])
-                outputs.append(attend_group_capped(share, keys, values, scale, softcap, mask))
-            else:
-                raise TypeError("a softcap on encoded keys and values")
+        outputs = [
+            self._attend_to(segment, step, _share(segment, queries), scale, window, sinks, softcap)
+            for segment in step.segments
+        ]
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _attend_to(
+        self,
+        segment: Segment,
+        step: Step,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array:
+        stored = self.buffers[segment.group]
+        depth, rows = stored[0].shape[2], len(segment.lengths)
+        reach = Reach(step, segment, step.used(segment, depth), self.ring, window)
+        if (own := self._unwritten.pop(segment.group, None)) is not None:
+            keys, values = stored
+            if sinks is None and softcap is None and kernels.fits(queries, keys, values):
+                return kernels.ragged_attention(
+                    queries, keys, values, reach.offsets(), scale, None, window, (own[0], own[1])
+                )
+            stored = self._put_down(step, segment, own)
+        if (rows, reach.used) != (stored[0].shape[0], depth):
+            stored = tuple(x[:rows, :, : reach.used] for x in stored)
+        codec = self.codec_of(segment.group)
+        if softcap is None:
+            return codec.attend(queries, stored, scale, reach, sinks)
+        if codec is not PLAIN:
+            raise TypeError("a softcap on encoded keys and values")
+        keys, values = stored
+        mask = reach.mask(queries.shape[1] // keys.shape[1])
+        return attend_group_capped(queries, keys, values, scale, softcap, mask)
 
 
 def _share(segment: Segment, x: mx.array) -> mx.array:

@@ -17,6 +17,16 @@ def start(*arrays: mx.array | list[mx.array]) -> None:
     _async_eval(*arrays)
 
 
+def copied(array: mx.array) -> mx.array:
+    """A copy [B, H, T, D] with memory of its own, lazy.
+
+    MLX's ``contiguous`` shares memory where it can, which here may change under it.
+    """
+    if array.shape[2] == 1:
+        return mx.contiguous(mx.concatenate([array, array], axis=2)[:, :, :1])
+    return mx.concatenate([array[:, :, :1], array[:, :, 1:]], axis=2)
+
+
 def fence(array: mx.array) -> mx.array:
     """A started scalar that is ready when ``array`` is.
 

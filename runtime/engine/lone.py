@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from .codecs import PLAIN, Codec, Image
+from .lazy import copied
 from .rings import QuantizedRing
 from .turbo_cache import TurboCache
 
@@ -106,4 +107,4 @@ def _cut(array: mx.array, first: int, length: int, ring: int | None) -> mx.array
         parts = [array[..., first % ring : ring, :], array[..., : length % ring, :]]
         return mx.concatenate(parts, axis=2)
     start = first if ring is None else first % ring
-    return mx.contiguous(array[..., start : start + length - first, :])
+    return copied(array[..., start : start + length - first, :])

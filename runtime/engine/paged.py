@@ -11,11 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..device import RowId
+from ..plans import RowId
 from .attention import attend_group_capped
 from .codecs import PLAIN, Image, Stored
 from .groups import GroupKey, Place, Relayout
-from .layouts import Piece, RowsCache
+from .layout_protocols import Piece
+from .layouts import RowsCache
 from .lone import give_cache, take_image
 from .pages import Chain, Pages, Resize
 from .steps import Reach, Step

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from ..device import RowId
+from ..plans import RowId
 from .codecs import Image, Stored
 from .groups import GroupKey, Place, Relayout
-from .layouts import Piece
+from .layout_protocols import Piece
 from .lone import CannotTrim
 from .seats import Seats
 from .steps import Step

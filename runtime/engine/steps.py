@@ -22,6 +22,9 @@ class Step:
     that is known beforehand and not all.
     """
 
+    in_place = False
+    """Whether kernels may put new tokens into their slots without MLX's knowing of it."""
+
     def __init__(
         self,
         segments: tuple[Segment, ...],
@@ -89,9 +92,12 @@ class Step:
 class TracedStep(Step):
     """A step of one column that is traced once and replayed with other ``offsets`` [slots].
 
-    Every slot of its segments counts as a row. Nothing may depend on the lengths, which the trace
-    would keep for ever: positions and masks are computed from the offsets, on the device.
+    Every slot of its segments counts as a row, and nothing unfinished reads any of them. Nothing
+    may depend on the lengths, which the trace would keep for ever: positions and masks are computed
+    from the offsets, on the device.
     """
+
+    in_place = True
 
     def __init__(self, segments: tuple[Segment, ...], offsets: mx.array) -> None:
         super().__init__(segments, 1)
