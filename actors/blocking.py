@@ -17,7 +17,8 @@ import sniffio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import Device, ModelInfo
+from mlx_troupe.runtime.device import Device
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import Failed, Finished, GenerationEvent, GenerationRequest
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.tokenizer import Tokenizer

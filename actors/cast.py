@@ -13,8 +13,8 @@ from itertools import count
 import trio
 
 from mlx_troupe.runtime.budgets import budgets, cache_bytes, check_limits
-from mlx_troupe.runtime.device import SnapshotId, StepId
 from mlx_troupe.runtime.errors import Overloaded
+from mlx_troupe.runtime.plans import SnapshotId, StepId
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.settings import Settings

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from mlx_troupe.runtime.budgets import cache_bytes, kept_bytes
-from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.spill.budget import WriteBudget

@@ -12,16 +12,10 @@ from typing import Generic, TypeAlias, TypeVar
 from mlx_troupe.runtime.adapter_fit import AdapterTarget
 from mlx_troupe.runtime.adapter_table import Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import (
-    DeviceStats,
-    ModelInfo,
-    SnapshotId,
-    SnapshotMade,
-    StateSlice,
-    StepDone,
-    StepPlan,
-)
+from mlx_troupe.runtime.device import DeviceStats, StateSlice
 from mlx_troupe.runtime.errors import TroupeError
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import SnapshotId, SnapshotMade, StepDone, StepPlan
 from mlx_troupe.runtime.spill.state import HostLayer
 
 from .reply import Reply

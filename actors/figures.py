@@ -12,7 +12,7 @@ from pathlib import Path
 import trio
 
 from mlx_troupe.runtime.budgets import Budgets, budgets, max_safe_context, why_no_cache
-from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.prefix.entries import PrefixStats
 from mlx_troupe.runtime.scheduling.effects import SchedulerStats
 from mlx_troupe.runtime.settings import Settings

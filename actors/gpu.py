@@ -18,8 +18,9 @@ import trio
 from mlx_troupe.runtime.adapter_fit import AdapterTarget
 from mlx_troupe.runtime.adapter_table import Loaded, Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo
+from mlx_troupe.runtime.device import DeviceStats
 from mlx_troupe.runtime.errors import ModelError, Unavailable
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.prefix.room import excess
 
 from .device_messages import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import trio
 
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import Overloaded
 from mlx_troupe.runtime.grammars import Grammar
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.text.matching import (
     CannotCompile,
     GrammarCompiler,

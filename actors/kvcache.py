@@ -12,8 +12,8 @@ from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.prefix.entries import Hit, namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore

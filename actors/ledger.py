@@ -5,7 +5,8 @@ A pure function over what the device and the prefix index say of themselves.
 
 from __future__ import annotations
 
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo
+from mlx_troupe.runtime.device import DeviceStats
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.prefix.entries import PrefixStats
 
 

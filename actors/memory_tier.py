@@ -12,7 +12,9 @@ from collections import OrderedDict
 import trio
 
 from mlx_troupe.runtime.budgets import kept_bytes
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo, RowId, SnapshotId
+from mlx_troupe.runtime.device import DeviceStats
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import RowId, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Hit, LeaseId, Origin
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore

@@ -14,7 +14,8 @@ from typing import TypeAlias
 import trio
 
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import ModelInfo, RowId, SnapshotId, StepDone
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import RowId, SnapshotId, StepDone
 from mlx_troupe.runtime.prefix.entries import Hit
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.scheduling.effects import (

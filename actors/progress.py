@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import trio
 
-from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import TokenLogprobs
 from mlx_troupe.runtime.requests import GenerationRequest
 from mlx_troupe.runtime.resume.identity import Asked, identity_of
 from mlx_troupe.runtime.resume.records import Record

@@ -21,7 +21,6 @@ from mlx_troupe.runtime.defaults import (
     token_limit,
     with_thinking,
 )
-from mlx_troupe.runtime.device import ModelInfo, RowId
 from mlx_troupe.runtime.errors import (
     GenerationFailed,
     InvalidRequest,
@@ -30,6 +29,8 @@ from mlx_troupe.runtime.errors import (
     UnknownStream,
 )
 from mlx_troupe.runtime.grammars import in_words
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.requests import (
     CacheNote,
     ChatPrompt,

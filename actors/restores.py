@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from mlx_troupe.runtime.device import SnapshotId, SnapshotMade, StateSlice
+from mlx_troupe.runtime.device import StateSlice
 from mlx_troupe.runtime.errors import NoRoom, StateRefused, Unavailable
+from mlx_troupe.runtime.plans import SnapshotId, SnapshotMade
 from mlx_troupe.runtime.prefix.entries import adapters_of
 from mlx_troupe.runtime.spill.faults import SpillFault, Unreadable
 from mlx_troupe.runtime.spill.queue import Candidate

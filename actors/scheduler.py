@@ -13,8 +13,8 @@ from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import RowId, SnapshotId, SnapshotMade, StepDone
 from mlx_troupe.runtime.errors import Overloaded, RequestError, Unavailable
+from mlx_troupe.runtime.plans import RowId, SnapshotId, SnapshotMade, StepDone
 from mlx_troupe.runtime.scheduling.core import SchedulerCore
 from mlx_troupe.runtime.scheduling.effects import (
     Discard,

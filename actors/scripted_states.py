@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from array import array
 
-from mlx_troupe.runtime.device import ModelInfo, SnapshotId, SnapshotMade, StateSlice
+from mlx_troupe.runtime.device import StateSlice
 from mlx_troupe.runtime.errors import NoRoom, StateRefused
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import SnapshotId, SnapshotMade
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
 
 _KIND = "scripted"

@@ -14,8 +14,8 @@ from typing import assert_never
 
 import trio
 
-from mlx_troupe.runtime.device import SnapshotId
 from mlx_troupe.runtime.errors import Unavailable
+from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.spill.budget import HOUR
 from mlx_troupe.runtime.spill.faults import SpillFault
 from mlx_troupe.runtime.spill.queue import SaveQueue

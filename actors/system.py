@@ -17,8 +17,10 @@ from pathlib import Path
 import trio
 
 from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
-from mlx_troupe.runtime.device import Device, ModelInfo, RowId
+from mlx_troupe.runtime.device import Device
 from mlx_troupe.runtime.errors import Overloaded, Unavailable
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.requests import GenerationRequest
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.tokenizer import Tokenizer

@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias
 
 from mlx_troupe.runtime.adapter_fit import AdapterTarget, fit
 from mlx_troupe.runtime.adapters import AdapterInfo, inspect_adapter
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.device import DeviceStats
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import (
     Cold,
-    DeviceStats,
     FromRow,
     FromSnapshot,
-    ModelInfo,
     RowFailed,
     RowId,
     Sampled,

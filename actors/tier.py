@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlx_troupe.runtime.budgets import kept_bytes
-from mlx_troupe.runtime.device import ModelInfo, SnapshotId
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.prefix.entries import Hit
 from mlx_troupe.runtime.scheduling.effects import LookUp
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue

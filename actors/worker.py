@@ -20,8 +20,9 @@ import trio
 
 from mlx_troupe.runtime.adapter_table import Mounting
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import Device, StepPlan
+from mlx_troupe.runtime.device import Device
 from mlx_troupe.runtime.errors import AdapterError, ModelError, NoRoom, StateRefused, TroupeError
+from mlx_troupe.runtime.plans import StepPlan
 
 from .device_messages import (
     Answered,

@@ -25,10 +25,10 @@ ready()
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from mlx_troupe.runtime.device import RowId  # noqa: E402
 from mlx_troupe.runtime.engine.batch import RowBatch  # noqa: E402
 from mlx_troupe.runtime.engine.kvplan import make_plan  # noqa: E402
 from mlx_troupe.runtime.kvschemes import parse_kv_quant  # noqa: E402
+from mlx_troupe.runtime.plans import RowId  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPACITY = 64

@@ -20,7 +20,9 @@ from mlx_troupe.runtime.engine.blas import ensure_fast_blas
 
 ensure_fast_blas()
 
-from mlx_troupe.runtime.device import (  # noqa: E402
+from mlx_troupe.runtime.engine.executor import MLXDevice  # noqa: E402
+from mlx_troupe.runtime.engine.opening import Options  # noqa: E402
+from mlx_troupe.runtime.plans import (  # noqa: E402
     Cold,
     PrefillRow,
     RowId,
@@ -28,8 +30,6 @@ from mlx_troupe.runtime.device import (  # noqa: E402
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.engine.executor import MLXDevice  # noqa: E402
-from mlx_troupe.runtime.engine.opening import Options  # noqa: E402
 from mlx_troupe.runtime.requests import Sampling  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_troupe.runtime.device import RowId, StepDone
+    from mlx_troupe.runtime.plans import RowId, StepDone
     from mlx_troupe.runtime.text.matching import TokenMatcher
 
 
@@ -51,7 +51,7 @@ class Rig:
 
         The first ones have matchers, and the first ones the adapters of these revisions.
         """
-        from mlx_troupe.runtime import device as d
+        from mlx_troupe.runtime import plans as d
         from mlx_troupe.runtime.requests import Sampling
 
         ids = tuple(d.RowId(next(self._rows)) for _ in prompts)
@@ -77,7 +77,7 @@ class Rig:
         adapters: Sequence[tuple[str, ...]] = (),
     ) -> float:
         """Tokens per second of all rows while they decode together."""
-        from mlx_troupe.runtime import device as d
+        from mlx_troupe.runtime import plans as d
 
         rows = self.start(prompts, matchers, adapters)
 
@@ -102,7 +102,7 @@ class Rig:
 
     def step(self, **parts: Any) -> StepDone:
         """One step, waited for."""
-        from mlx_troupe.runtime import device as d
+        from mlx_troupe.runtime import plans as d
 
         self.device.launch(d.StepPlan(d.StepId(next(self._steps)), **parts))
         self.device.push()

@@ -31,7 +31,7 @@ ready()
 import mlx.core as mx  # noqa: E402
 from engine import SHAPES, make_model, prompts  # noqa: E402
 
-from mlx_troupe.runtime import device as d  # noqa: E402
+from mlx_troupe.runtime import plans as d  # noqa: E402
 from mlx_troupe.runtime.engine.sampling import Sampler  # noqa: E402
 from mlx_troupe.runtime.requests import Hlg, Sampling  # noqa: E402
 

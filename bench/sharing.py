@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mlx_troupe.runtime.device import RowId, StepDone, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.plans import RowId, StepDone, StepPlan
 
 WINDOW = 2048
 MIN_TURNS = 8

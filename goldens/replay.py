@@ -23,8 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.settings import Dtype
 

@@ -30,7 +30,7 @@ from .wire.session import session_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from mlx_troupe.runtime.device import ModelInfo
+    from mlx_troupe.runtime.model_info import ModelInfo
     from mlx_troupe.runtime.requests import ScoredToken
 
     from .metrics import Meter

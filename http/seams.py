@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mlx_troupe.actors.spill_messages import FlushReport
     from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
-    from mlx_troupe.runtime.device import ModelInfo
+    from mlx_troupe.runtime.model_info import ModelInfo
     from mlx_troupe.runtime.requests import GenerationEvent, GenerationRequest
     from mlx_troupe.runtime.settings import Settings
 

@@ -17,8 +17,8 @@ import trio
 from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.runtime.adapter_table import UNKNOWN
 from mlx_troupe.runtime.adapters import AdapterDescription, AdapterInfo
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import AdapterError, TroupeError, Unavailable
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import (
     Channel,
     Finished,

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .device import ModelInfo
 from .engine.groups import capacity_for
 from .errors import ContextLengthExceeded, ModelError
 from .kvschemes import PagedKV
+from .model_info import ModelInfo
 from .settings import Settings
 
 GB = 10**9

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from .budgets import room_for_answer
 from .curves import fault_of
-from .device import MAX_LOGPROBS, ModelInfo
 from .errors import ContextLengthExceeded, InvalidRequest
+from .model_info import ModelInfo
+from .plans import MAX_LOGPROBS
 from .requests import (
     DEFAULT_HLG,
     ChatPrompt,

@@ -15,7 +15,12 @@ from lora_rig import ATTENTION_AND_MLP, EXPERTS, logits_of, make_mlx_adapter, wr
 from ragged_rig import assert_equal
 from tiny import make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine.adapters import Adapters
+from mlx_troupe.runtime.engine.compiled import CompiledDecode
+from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.fusing import fuse_projections
+from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.plans import (
     Cold,
     PrefillRow,
     RowFailed,
@@ -25,11 +30,6 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.engine.adapters import Adapters
-from mlx_troupe.runtime.engine.compiled import CompiledDecode
-from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.fusing import fuse_projections
-from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 
 EMBEDDING = ("model.embed_tokens",)

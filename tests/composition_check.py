@@ -21,7 +21,8 @@ from tiny import EOS
 from watched_device import Seen, Watched, cut, recorded, sort_out
 
 from mlx_troupe.runtime.budgets import cache_bytes
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.kvschemes import PagedKV, PlainKV
+from mlx_troupe.runtime.plans import (
     Cold,
     FromRow,
     FromSnapshot,
@@ -30,7 +31,6 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.kvschemes import PagedKV, PlainKV
 from mlx_troupe.runtime.requests import Finished, FinishReason
 from mlx_troupe.runtime.text.matching import GrammarCompiler
 from mlx_troupe.runtime.text.testing import ByteTokenizer

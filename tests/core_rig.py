@@ -9,7 +9,8 @@ from typing import Any
 from mlx_troupe.actors.testing import Script, ScriptedDevice
 from mlx_troupe.runtime.adapter_table import AdapterTable, Loaded
 from mlx_troupe.runtime.adapters import AdapterInfo
-from mlx_troupe.runtime.device import ModelInfo, RowId, SnapshotId, StepDone, StepId, StepPlan
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import RowId, SnapshotId, StepDone, StepId, StepPlan
 from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import FinishReason, Sampling

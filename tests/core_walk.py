@@ -8,7 +8,7 @@ from core_rig import Rig
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.plans import RowId
 
 
 def endless(ids: tuple[int, ...]) -> int:

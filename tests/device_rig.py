@@ -10,7 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.engine.snapshots import arrays_of
+from mlx_troupe.runtime.kvschemes import KVScheme, PlainKV
+from mlx_troupe.runtime.plans import (
     Cold,
     KeepRow,
     PrefillRow,
@@ -25,10 +29,6 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.engine.snapshots import arrays_of
-from mlx_troupe.runtime.kvschemes import KVScheme, PlainKV
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.spill.state import HostLayer, HostState
 

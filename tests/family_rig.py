@@ -17,20 +17,12 @@ from mlx_lm.generate import generate_step
 from ragged_rig import Troupe
 from tiny import load_oracle, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import (
-    Cold,
-    ModelInfo,
-    PrefillRow,
-    RowId,
-    StartRow,
-    StepDone,
-    StepId,
-    StepPlan,
-)
 from mlx_troupe.runtime.engine.batch import why_not_batchable
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import Sampler
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowId, StartRow, StepDone, StepId, StepPlan
 from mlx_troupe.runtime.requests import Sampling
 
 PROMPTS = (prompt(13), prompt(40, seed=1))

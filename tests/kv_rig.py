@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import load_oracle, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
@@ -22,6 +21,7 @@ from mlx_troupe.runtime.engine.kvplan import KVPlan, make_plan
 from mlx_troupe.runtime.engine.positions import install_rope
 from mlx_troupe.runtime.engine.snapshots import clone_all
 from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, PerLayerKV, TurboKV
+from mlx_troupe.runtime.plans import RowId
 
 TOLERANCE = 1e-3
 FLIP = 0.3

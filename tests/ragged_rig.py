@@ -14,7 +14,6 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tiny import load_oracle, make_checkpoint, prompt
 from tiny_hybrids import HYBRIDS
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.adapters import Adapters
 from mlx_troupe.runtime.engine.attention import install_attention
 from mlx_troupe.runtime.engine.batch import RowBatch
@@ -22,6 +21,7 @@ from mlx_troupe.runtime.engine.compiled import CompiledDecode
 from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN, KVPlan
 from mlx_troupe.runtime.engine.positions import install_rope
 from mlx_troupe.runtime.engine.snapshots import arrays_of
+from mlx_troupe.runtime.plans import RowId
 
 TOLERANCE = 1e-3
 WINDOW = 16

@@ -19,8 +19,8 @@ from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.adapter_fit import AdapterTarget
 from mlx_troupe.runtime.adapters import inspect_adapter
-from mlx_troupe.runtime.device import FromRow, FromSnapshot, StartRow
 from mlx_troupe.runtime.errors import AdapterError, InvalidRequest, Overloaded, Unavailable
+from mlx_troupe.runtime.plans import FromRow, FromSnapshot, StartRow
 from mlx_troupe.runtime.requests import Failed, Finished
 from mlx_troupe.runtime.text.testing import ByteTokenizer
 

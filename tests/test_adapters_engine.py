@@ -23,7 +23,12 @@ from lora_rig import (
 from mlx_lm.generate import generate_step
 from tiny import VOCAB, load_oracle, prompt
 
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine import adapter_files
+from mlx_troupe.runtime.engine.adapter_layers import AdaptedLinear, Blend, Shares
+from mlx_troupe.runtime.engine.adapter_pairs import Pair, Part, Stack
+from mlx_troupe.runtime.engine.adapters import Adapters
+from mlx_troupe.runtime.errors import AdapterError
+from mlx_troupe.runtime.plans import (
     FromRow,
     FromSnapshot,
     KeepRow,
@@ -32,11 +37,6 @@ from mlx_troupe.runtime.device import (
     SnapshotId,
     StartRow,
 )
-from mlx_troupe.runtime.engine import adapter_files
-from mlx_troupe.runtime.engine.adapter_layers import AdaptedLinear, Blend, Shares
-from mlx_troupe.runtime.engine.adapter_pairs import Pair, Part, Stack
-from mlx_troupe.runtime.engine.adapters import Adapters
-from mlx_troupe.runtime.errors import AdapterError
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx

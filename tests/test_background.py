@@ -14,7 +14,7 @@ from spill_rig import NAMESPACE, Fast, entry, state
 
 from mlx_troupe.actors.background import NICE, on_spare_time
 from mlx_troupe.actors.disk import FolderDisk
-from mlx_troupe.runtime.device import RowId, SnapshotId
+from mlx_troupe.runtime.plans import RowId, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Origin
 from mlx_troupe.runtime.spill.index import FileKey
 from mlx_troupe.runtime.spill.queue import Candidate

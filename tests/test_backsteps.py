@@ -15,9 +15,9 @@ from tiny import make_checkpoint, prompt
 from tiny_hybrids import HYBRIDS
 
 from mlx_troupe.actors.system import open_runtime
-from mlx_troupe.runtime.device import KeepRow, RowId, SnapshotId, SnapshotMade, SnapshotSkipped
 from mlx_troupe.runtime.engine import backsteps
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, TurboKV
+from mlx_troupe.runtime.plans import KeepRow, RowId, SnapshotId, SnapshotMade, SnapshotSkipped
 from mlx_troupe.runtime.requests import Finished, FinishReason
 from mlx_troupe.runtime.settings import Settings
 

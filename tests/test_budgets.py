@@ -28,9 +28,9 @@ from mlx_troupe.runtime.budgets import (
     state_bytes,
 )
 from mlx_troupe.runtime.defaults import token_limit
-from mlx_troupe.runtime.device import KVLayers, ModelInfo
 from mlx_troupe.runtime.engine.groups import capacity_for
 from mlx_troupe.runtime.errors import ContextLengthExceeded, ModelError, Unavailable
+from mlx_troupe.runtime.model_info import KVLayers, ModelInfo
 from mlx_troupe.runtime.requests import Finished, FinishReason
 from mlx_troupe.runtime.scheduling.effects import RowEnded, Started
 from mlx_troupe.runtime.settings import Settings

@@ -18,7 +18,8 @@ from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.http.app import create_app
 from mlx_troupe.http.testing import ScriptedRuntime
-from mlx_troupe.runtime.device import ModelInfo, SnapshotId
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.prefix.entries import namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore

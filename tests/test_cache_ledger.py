@@ -10,7 +10,9 @@ from company import ask, company, run
 
 from mlx_troupe.actors.ledger import ledger
 from mlx_troupe.actors.system import Runtime
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo, SnapshotId
+from mlx_troupe.runtime.device import DeviceStats
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.prefix.index import PrefixCore
 
 

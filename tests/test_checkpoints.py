@@ -12,7 +12,7 @@ from company import ask, company, nothing_left, settle, until
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import TextDelta
 from mlx_troupe.runtime.spill.faults import Unfit
 from mlx_troupe.runtime.spill.queue import Candidate

@@ -14,7 +14,6 @@ from mlx_troupe.actors.gpu import ModelRefused
 from mlx_troupe.actors.inline_worker import InlineWorker
 from mlx_troupe.actors.system import Runtime, open_runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo, RowId
 from mlx_troupe.runtime.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -23,6 +22,8 @@ from mlx_troupe.runtime.errors import (
     Overloaded,
     Unavailable,
 )
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.requests import (
     Channel,
     ChatPrompt,

@@ -30,8 +30,8 @@ from mlx_troupe.actors.scheduler import SchedulerActor
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import Call, ScriptedDevice
 from mlx_troupe.actors.watchdog import DeviceHung
-from mlx_troupe.runtime.device import RowId, SnapshotId, SnapshotMade, StepDone, StepId
 from mlx_troupe.runtime.errors import ModelError, TroupeError, Unavailable
+from mlx_troupe.runtime.plans import RowId, SnapshotId, SnapshotMade, StepDone, StepId
 from mlx_troupe.runtime.prefix.entries import LeaseId
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.requests import Failed, Finished, Sampling

@@ -15,8 +15,8 @@ from mlx_troupe.http.testing import MODEL
 from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.parsing import parse_json
 from mlx_troupe.runtime.defaults import SamplingDefaults, resolve_sampling
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import GenerationRequest, SamplingRequest, TokenPrompt
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.testing import EOS, ByteTokenizer

@@ -14,12 +14,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 from tiny import VOCAB, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, Sampled, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.row_sampler import RowSampler
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.engine.warmup import warm_up
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowId, Sampled, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx

@@ -16,7 +16,13 @@ from device_rig import GREEDY, Driver
 from mlx_lm.generate import generate_step
 from tiny import FAMILIES, VOCAB, load_oracle, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine import drawing
+from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.engine.row_sampler import RowSampler
+from mlx_troupe.runtime.engine.sampling import Sampler
+from mlx_troupe.runtime.engine.snapshots import arrays_of
+from mlx_troupe.runtime.plans import (
     Cold,
     FromRow,
     FromSnapshot,
@@ -31,12 +37,6 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.engine import drawing
-from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.engine.row_sampler import RowSampler
-from mlx_troupe.runtime.engine.sampling import Sampler
-from mlx_troupe.runtime.engine.snapshots import arrays_of
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx

@@ -26,7 +26,12 @@ from tiny import load_oracle, prompt
 from tiny_families import FAMILIES, ONE_BY_ONE
 
 from mlx_troupe.actors.threads import run_on_device_thread
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine import batch as batch_module
+from mlx_troupe.runtime.engine import layouts, steps
+from mlx_troupe.runtime.engine.batch import why_not_batchable
+from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.plans import (
     FromSnapshot,
     KeepRow,
     PrefillRow,
@@ -36,11 +41,6 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.engine import batch as batch_module
-from mlx_troupe.runtime.engine import layouts, steps
-from mlx_troupe.runtime.engine.batch import why_not_batchable
-from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.requests import Sampling
 
 pytestmark = pytest.mark.mlx

@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine.groups import (
     MIN_CAPACITY,
     GroupKey,
@@ -17,6 +16,7 @@ from mlx_troupe.runtime.engine.groups import (
     Relayout,
     capacity_for,
 )
+from mlx_troupe.runtime.plans import RowId
 
 
 class Shelf:

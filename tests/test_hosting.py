@@ -20,18 +20,13 @@ from kv_rig import CONFIG
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from tier_rig import recorded
 
-from mlx_troupe.runtime.device import (
-    FromSnapshot,
-    RowId,
-    SnapshotId,
-    StartRow,
-    StateSlice,
-)
+from mlx_troupe.runtime.device import StateSlice
 from mlx_troupe.runtime.engine.hosting import Hosting
 from mlx_troupe.runtime.engine.kvplan import PLAIN_PLAN
 from mlx_troupe.runtime.engine.snapshots import arrays_of, compact, cut
 from mlx_troupe.runtime.errors import StateRefused
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, PerLayerKV, TurboKV
+from mlx_troupe.runtime.plans import FromSnapshot, RowId, SnapshotId, StartRow
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.spill.state import (
     HostArray,

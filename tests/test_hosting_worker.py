@@ -27,21 +27,21 @@ from mlx_troupe.actors.messages import CacheMessage, SchedulerMessage
 from mlx_troupe.actors.reply import Reply
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.actors.worker import Conductor
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.device import StateSlice
+from mlx_troupe.runtime.errors import NoRoom, StateRefused, Unavailable
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import (
     Cold,
     FromSnapshot,
     KeepRow,
-    ModelInfo,
     PrefillRow,
     RowId,
     SnapshotId,
     SnapshotMade,
     StartRow,
-    StateSlice,
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.errors import NoRoom, StateRefused, Unavailable
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.spill.state import HostLayer, HostState
 

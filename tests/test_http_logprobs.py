@@ -18,8 +18,9 @@ from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import MODEL, serving
 from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.completions import CompletionShape
-from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
 from mlx_troupe.runtime.errors import InvalidRequest
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import TokenLogprobs
 from mlx_troupe.runtime.requests import Channel, Finished, FinishReason, TextDelta, Usage
 from mlx_troupe.runtime.text.scores import newline_ids, scored_token
 from mlx_troupe.runtime.text.testing import END_THINK, EOS, THINK, ByteTokenizer

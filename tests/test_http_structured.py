@@ -14,7 +14,6 @@ from mlx_troupe.http.testing import MODEL, ScriptedRuntime, said
 from mlx_troupe.http.wire.chat import chat_call
 from mlx_troupe.http.wire.completions import completion_call
 from mlx_troupe.http.wire.structured import MAX_TEXT
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
 from mlx_troupe.runtime.grammars import (
     ANY_OBJECT,
@@ -24,6 +23,7 @@ from mlx_troupe.runtime.grammars import (
     JsonGrammar,
     RegexGrammar,
 )
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.text.testing import EOS, ByteTokenizer
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}

@@ -24,7 +24,6 @@ from kv_rig import (
 )
 from tiny import prompt
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import attention, codecs, layouts, steps
 from mlx_troupe.runtime.engine.batch import RowBatch
 from mlx_troupe.runtime.engine.codecs import AffineCodec
@@ -32,6 +31,7 @@ from mlx_troupe.runtime.engine.kvplan import KVPlan
 from mlx_troupe.runtime.engine.nesting import flatten
 from mlx_troupe.runtime.engine.snapshots import CannotCut, arrays_of, clone_all, compact, cut
 from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, TurboKV
+from mlx_troupe.runtime.plans import RowId
 
 pytestmark = pytest.mark.mlx
 

@@ -18,9 +18,9 @@ from mlx_troupe.http.cli.errors import plain_error
 from mlx_troupe.http.cli.main import cli
 from mlx_troupe.http.cli.serve import run_server
 from mlx_troupe.http.seams import HttpSettings
-from mlx_troupe.runtime.device import KVLayers, ModelInfo
 from mlx_troupe.runtime.engine import tokenizer
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, PerLayerKV, TurboKV
+from mlx_troupe.runtime.model_info import KVLayers, ModelInfo
 from mlx_troupe.runtime.requests import Finished
 from mlx_troupe.runtime.settings import Settings
 

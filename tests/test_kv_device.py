@@ -16,17 +16,6 @@ from kv_rig import CONFIG, SCHEMES, checkpoint
 from mlx_lm.generate import generate_step
 from tiny import load_oracle, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import (
-    FromRow,
-    FromSnapshot,
-    KeepRow,
-    KVLayers,
-    PrefillRow,
-    RowId,
-    SnapshotId,
-    SnapshotMade,
-    SnapshotSkipped,
-)
 from mlx_troupe.runtime.engine import kvplan
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.kvplan import KVPlan
@@ -34,6 +23,17 @@ from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, PerLayerKV, PlainKV, TurboKV
+from mlx_troupe.runtime.model_info import KVLayers
+from mlx_troupe.runtime.plans import (
+    FromRow,
+    FromSnapshot,
+    KeepRow,
+    PrefillRow,
+    RowId,
+    SnapshotId,
+    SnapshotMade,
+    SnapshotSkipped,
+)
 
 pytestmark = pytest.mark.mlx
 

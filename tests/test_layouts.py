@@ -20,10 +20,10 @@ from ragged_rig import (
 )
 from tiny import load_oracle, make_checkpoint, prompt
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import batch as batch_module
 from mlx_troupe.runtime.engine import layouts, steps
 from mlx_troupe.runtime.engine.batch import RowBatch, why_not_batchable
+from mlx_troupe.runtime.plans import RowId
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from company import ask, company, counted, nothing_left, run, settle
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import Finished
 
 LIMIT = 2000

@@ -10,7 +10,6 @@ import pytest
 from ragged_rig import Troupe, assert_equal, hand_over, model_named, ragged_run, solo_prefill
 from tiny import prompt
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import batch as batch_module
 from mlx_troupe.runtime.engine import steps
 from mlx_troupe.runtime.engine.batch import RowBatch
@@ -18,6 +17,7 @@ from mlx_troupe.runtime.engine.kvplan import KVPlan
 from mlx_troupe.runtime.engine.layouts import KVLayout
 from mlx_troupe.runtime.engine.paged import PagedLayout
 from mlx_troupe.runtime.engine.pages import Pages
+from mlx_troupe.runtime.plans import RowId
 
 if TYPE_CHECKING:
     from collections.abc import Callable

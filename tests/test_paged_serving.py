@@ -16,12 +16,12 @@ from mlx_troupe.http.cli import models
 from mlx_troupe.http.cli.main import cli
 from mlx_troupe.http.cli.options import kv_scheme
 from mlx_troupe.runtime.budgets import cache_bytes, why_no_cache
-from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepDone, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.opening import Options
 from mlx_troupe.runtime.engine.paged import PagedLayout
 from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, PagedKV, name_of
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowId, StartRow, StepDone, StepId, StepPlan
 from mlx_troupe.runtime.requests import Finished, Sampling
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_troupe.runtime.device import SnapshotId
+from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.prefix.entries import Hit, Kind, LeaseId, PutResult
 from mlx_troupe.runtime.prefix.index import PrefixCore
 

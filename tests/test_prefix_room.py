@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_troupe.runtime.device import DeviceStats, ModelInfo
+from mlx_troupe.runtime.device import DeviceStats
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.prefix.room import Headroom, excess
 
 

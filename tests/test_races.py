@@ -16,8 +16,8 @@ from mlx_troupe.actors.messages import (
 )
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.errors import Overloaded
+from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.prefix.entries import LeaseId
 from mlx_troupe.runtime.requests import Failed, Finished
 from mlx_troupe.runtime.scheduling.effects import LookUp, ReturnLease

@@ -19,7 +19,6 @@ from ragged_rig import (
     ragged_run,
 )
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import recurrent
 from mlx_troupe.runtime.engine.batch import CannotTrim, RowBatch, why_not_batchable
 from mlx_troupe.runtime.engine.compiled import can_replay
@@ -28,6 +27,7 @@ from mlx_troupe.runtime.engine.nesting import flatten, nest
 from mlx_troupe.runtime.engine.recurrent import RecurrentLayout
 from mlx_troupe.runtime.engine.selfcheck import may_prefill_together
 from mlx_troupe.runtime.engine.snapshots import arrays_of
+from mlx_troupe.runtime.plans import RowId
 
 if TYPE_CHECKING:
     from collections.abc import Callable

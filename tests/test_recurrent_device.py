@@ -16,7 +16,8 @@ from mlx_lm.models.cache import ArraysCache
 from tiny import load_oracle, make_checkpoint, prompt
 
 from mlx_troupe.actors.system import Runtime, open_runtime
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine import drawing
+from mlx_troupe.runtime.plans import (
     FromRow,
     FromSnapshot,
     KeepRow,
@@ -26,7 +27,6 @@ from mlx_troupe.runtime.device import (
     SnapshotMade,
     SnapshotSkipped,
 )
-from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.requests import Finished
 from mlx_troupe.runtime.settings import Settings
 

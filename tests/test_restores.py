@@ -15,8 +15,9 @@ from mlx_troupe.actors import restores
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import SnapshotMade, StateSlice, StepPlan
+from mlx_troupe.runtime.device import StateSlice
 from mlx_troupe.runtime.errors import StateRefused
+from mlx_troupe.runtime.plans import SnapshotMade, StepPlan
 from mlx_troupe.runtime.requests import Finished
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer
 

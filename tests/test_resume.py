@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from resume_rig import interrupted, whole
 
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
 from mlx_troupe.runtime.grammars import ChoiceGrammar, Grammar, JsonGrammar
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import TokenLogprobs
 from mlx_troupe.runtime.requests import (
     ChatPrompt,
     Finished,

@@ -21,9 +21,10 @@ from mlx_troupe.actors.progress import Progress
 from mlx_troupe.actors.spill_messages import FlushReport
 from mlx_troupe.actors.system import open_runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo, TokenLogprobs
 from mlx_troupe.runtime.grammars import Grammar, RegexGrammar
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import TokenLogprobs
 from mlx_troupe.runtime.requests import (
     GenerationRequest,
     Sampling,

@@ -15,9 +15,9 @@ from ragged_rig import (
 )
 from tiny import prompt
 
-from mlx_troupe.runtime.device import RowId
 from mlx_troupe.runtime.engine import layouts
 from mlx_troupe.runtime.engine.batch import CannotTrim, RowBatch
+from mlx_troupe.runtime.plans import RowId
 
 pytestmark = pytest.mark.mlx
 

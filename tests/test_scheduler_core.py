@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from mlx_troupe.runtime.device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, StepPlan
+from mlx_troupe.runtime.model_info import ModelInfo
+from mlx_troupe.runtime.plans import Cold, FromRow, FromSnapshot, RowId, StepPlan
 from mlx_troupe.runtime.requests import FinishReason
 from mlx_troupe.runtime.scheduling.chunks import MAX_CHUNK, MIN_CHUNK, ChunkSizer
 from mlx_troupe.runtime.scheduling.effects import ReturnLease, RowBroken, RowEnded, Started

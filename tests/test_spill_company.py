@@ -12,7 +12,7 @@ from mlx_troupe.actors.disk import Disk
 from mlx_troupe.actors.scripted_disk import ScriptedDisk
 from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import Finished
 from mlx_troupe.runtime.spill import faults
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_troupe.runtime.device import RowId, SnapshotId
+from mlx_troupe.runtime.plans import RowId, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Origin
 from mlx_troupe.runtime.spill.budget import HOUR, WriteBudget
 from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from spill_rig import NAMESPACE, ODD, Ticks, entry, entry_files, faults, opened, state
 
-from mlx_troupe.runtime.device import RowId
+from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.prefix.entries import Origin
 from mlx_troupe.runtime.spill import parents
 from mlx_troupe.runtime.spill.faults import TooLarge, Unfit

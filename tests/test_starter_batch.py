@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlx_troupe.runtime.device import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.store.starter import ensure_starter
 

@@ -30,8 +30,8 @@ from mlx_troupe.http.app import create_app
 from mlx_troupe.http.seams import HttpSettings
 from mlx_troupe.http.testing import serving
 from mlx_troupe.http.wire.resuming import Cursor, Position
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, UnknownStream
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import (
     Channel,
     Failed,

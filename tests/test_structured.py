@@ -15,15 +15,6 @@ from tiny import EOS, VOCAB, make_checkpoint, prompt
 
 from mlx_troupe.actors.device_messages import Broke, Launch, Settle, Settled, WorkerEvent
 from mlx_troupe.actors.worker import Conductor
-from mlx_troupe.runtime.device import (
-    Cold,
-    PrefillRow,
-    RowFailed,
-    RowId,
-    StartRow,
-    StepId,
-    StepPlan,
-)
 from mlx_troupe.runtime.engine import drawing
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.masks import MaskMaker
@@ -35,6 +26,7 @@ from mlx_troupe.runtime.grammars import (
     JsonGrammar,
     RegexGrammar,
 )
+from mlx_troupe.runtime.plans import Cold, PrefillRow, RowFailed, RowId, StartRow, StepId, StepPlan
 from mlx_troupe.runtime.requests import Sampling
 from mlx_troupe.runtime.text import matching
 from mlx_troupe.runtime.text.matching import GrammarCompiler, MatchFailed

@@ -14,7 +14,6 @@ from company import company, read, run, settle, until
 
 from mlx_troupe.actors import grammars as compiling
 from mlx_troupe.actors.testing import ScriptedDevice
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Overloaded
 from mlx_troupe.runtime.grammars import (
     ChoiceGrammar,
@@ -23,6 +22,7 @@ from mlx_troupe.runtime.grammars import (
     JsonGrammar,
     RegexGrammar,
 )
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import (
     Channel,
     ChatPrompt,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tier_rig import NEXT, THRESHOLD, WINDOW, Tiers, differences, recorded, same, tampered
 
-from mlx_troupe.runtime.device import FromSnapshot
+from mlx_troupe.runtime.plans import FromSnapshot
 
 pytestmark = pytest.mark.mlx
 

@@ -28,7 +28,8 @@ from mlx_troupe.actors.device_messages import (
 from mlx_troupe.actors.inline_worker import InlineWorker
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.actors.worker import Conductor, ThreadWorker
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.errors import ModelError
+from mlx_troupe.runtime.plans import (
     Cold,
     KeepRow,
     PrefillRow,
@@ -38,7 +39,6 @@ from mlx_troupe.runtime.device import (
     StepId,
     StepPlan,
 )
-from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.requests import Sampling
 
 ROW = RowId(1)

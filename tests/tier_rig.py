@@ -23,16 +23,7 @@ from kv_rig import CONFIG, FLIP, TOLERANCE
 from spill_rig import Fast
 from tiny_families import FAMILIES as TINY
 
-from mlx_troupe.runtime.device import (
-    FromSnapshot,
-    KeepRow,
-    PrefillRow,
-    RowId,
-    SnapshotId,
-    SnapshotMade,
-    StateSlice,
-    StepDone,
-)
+from mlx_troupe.runtime.device import StateSlice
 from mlx_troupe.runtime.engine.sampling import Sampler
 from mlx_troupe.runtime.kvschemes import (
     PLAIN_KV,
@@ -41,6 +32,15 @@ from mlx_troupe.runtime.kvschemes import (
     PagedKV,
     PerLayerKV,
     TurboKV,
+)
+from mlx_troupe.runtime.plans import (
+    FromSnapshot,
+    KeepRow,
+    PrefillRow,
+    RowId,
+    SnapshotId,
+    SnapshotMade,
+    StepDone,
 )
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore

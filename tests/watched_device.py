@@ -12,7 +12,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_troupe.runtime.device import (
+from mlx_troupe.runtime.engine.executor import MLXDevice
+from mlx_troupe.runtime.engine.opening import Options
+from mlx_troupe.runtime.engine.row_sampler import RowSampler
+from mlx_troupe.runtime.engine.sampling import Sampler
+from mlx_troupe.runtime.kvschemes import (
+    KVScheme,
+)
+from mlx_troupe.runtime.plans import (
     FromRow,
     FromSnapshot,
     RowId,
@@ -21,13 +28,6 @@ from mlx_troupe.runtime.device import (
     StartRow,
     StepDone,
     StepPlan,
-)
-from mlx_troupe.runtime.engine.executor import MLXDevice
-from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.engine.row_sampler import RowSampler
-from mlx_troupe.runtime.engine.sampling import Sampler
-from mlx_troupe.runtime.kvschemes import (
-    KVScheme,
 )
 
 

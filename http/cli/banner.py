@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...actors.spill_messages import FlushReport
-    from ...runtime.device import ModelInfo
+    from ...runtime.model_info import ModelInfo
     from ...runtime.settings import Settings
     from ..seams import HttpSettings
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, Struct, UnsetType
 
-from mlx_troupe.runtime.device import ModelInfo
 from mlx_troupe.runtime.errors import InvalidRequest, Unsupported
+from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import (
     Channel,
     ChatPrompt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
-from mlx_troupe.runtime.device import ModelInfo
+from mlx_troupe.runtime.model_info import ModelInfo
 
 
 class ModelCard(Struct):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..device import Sampled
+from ..plans import Sampled
 from ..text.matching import MatchFailed
 from .lazy import ids_of, start
 from .logprobs import Scores

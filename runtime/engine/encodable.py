@@ -15,9 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..device import RowId
 from ..errors import ModelError
 from ..kvschemes import KVScheme, name_of
+from ..plans import RowId
 from .attention import install_attention
 from .batch import RowBatch
 from .families import computes_own_scores

@@ -23,10 +23,10 @@ import mlx.core as mx
 
 from ..adapter_fit import AdapterTarget
 from ..adapters import AdapterInfo
-from ..device import (
-    DeviceStats,
-    KVLayers,
-    ModelInfo,
+from ..device import DeviceStats, StateSlice
+from ..errors import Unavailable
+from ..model_info import KVLayers, ModelInfo
+from ..plans import (
     PrefillRow,
     RowFailed,
     RowId,
@@ -35,12 +35,10 @@ from ..device import (
     SnapshotMade,
     SnapshotSkipped,
     StartRow,
-    StateSlice,
     StepDone,
     StepId,
     StepPlan,
 )
-from ..errors import Unavailable
 from ..spill.state import HostLayer
 from .drawing import Drawn, Fault, read
 from .forward import Forward

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn import Module
 
-from ..device import RowId
+from ..plans import RowId
 from .adapters import Adapters
 from .batch import RowBatch
 from .compiled import CompiledDecode, can_replay

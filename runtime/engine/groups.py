@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..device import RowId
+from ..plans import RowId
 
 MIN_CAPACITY = 64
 

@@ -17,7 +17,6 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from ..device import KVLayers
 from ..errors import ModelError
 from ..kvschemes import (
     CONFIG_FILE,
@@ -33,6 +32,7 @@ from ..kvschemes import (
     read_kv_config,
     start_of,
 )
+from ..model_info import KVLayers
 from .codecs import PLAIN, AffineCodec, Codec
 from .nesting import flatten, nest
 from .rings import QuantizedRing

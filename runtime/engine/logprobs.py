@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..device import TokenLogprobs
+from ..plans import TokenLogprobs
 from .selection import Kit
 
 FEW = (16, 64)

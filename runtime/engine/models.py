@@ -56,7 +56,7 @@ class Checkpoint:
 class StateKind:
     """How the state of one row may be cut.
 
-    ``trim_window`` is that of :class:`~mlx_troupe.runtime.device.ModelInfo`; ``obstacle`` names
+    ``trim_window`` is that of :class:`~mlx_troupe.runtime.model_info.ModelInfo`; ``obstacle`` names
     what forbids batches, or is empty.
     """
 

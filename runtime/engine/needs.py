@@ -17,9 +17,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..budgets import SAFE_SHARE, max_safe_context, prefill_bytes
-from ..device import ModelInfo
 from ..errors import ModelError
 from ..kvschemes import PLAIN_KV, KVScheme
+from ..model_info import ModelInfo
 from ..settings import Dtype
 from .codecs import PLAIN
 from .expanding import may_expand

@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..device import KVLayers, ModelInfo
 from ..errors import ModelError
 from ..kvschemes import PLAIN_KV, KVScheme, name_of
+from ..model_info import KVLayers, ModelInfo
 from ..settings import Dtype
 from .adapters import Adapters
 from .batch import why_not_batchable

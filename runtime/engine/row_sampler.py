@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..curves import fault_of
-from ..device import MAX_LOGPROBS
+from ..plans import MAX_LOGPROBS
 from ..requests import Sampling
 from .filters import needs_of
 from .processors import Past, past_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..device import RowId
+from ..plans import RowId
 from ..text.matching import TokenMatcher
 from .adapters import Chain
 from .backsteps import hold, step_back

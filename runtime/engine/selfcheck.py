@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from ..device import RowId
+from ..plans import RowId
 from .activations import install_swiglu
 from .attention import NAME, install_attention
 from .families import adapt, computes_own_scores

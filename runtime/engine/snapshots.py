@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from ..device import SnapshotId, SnapshotMade
+from ..plans import SnapshotId, SnapshotMade
 from .rings import QuantizedRing
 from .turbo_cache import TurboCache
 

@@ -14,9 +14,10 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..device import (
+from ..device import DeviceStats, StateSlice
+from ..errors import NoRoom, StateRefused
+from ..plans import (
     Cold,
-    DeviceStats,
     FromRow,
     FromSnapshot,
     KeepRow,
@@ -25,9 +26,7 @@ from ..device import (
     SnapshotMade,
     SnapshotSkipped,
     StartRow,
-    StateSlice,
 )
-from ..errors import NoRoom, StateRefused
 from ..spill.state import HostLayer, nbytes
 from .adapters import Adapters
 from .arrivals import Arrival

@@ -5,7 +5,8 @@ Runs on the device thread, once after loading. Knows steps and rows, not models.
 
 from __future__ import annotations
 
-from ..device import Cold, Device, PrefillRow, RowId, StartRow, StepId, StepPlan
+from ..device import Device
+from ..plans import Cold, PrefillRow, RowId, StartRow, StepId, StepPlan
 from ..requests import Hlg, Sampling
 
 IDS = (0,) * 4

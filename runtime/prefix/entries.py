@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NewType, TypeAlias
 
-from ..device import RowId, SnapshotId
+from ..plans import RowId, SnapshotId
 
 LeaseId = NewType("LeaseId", int)
 """A promise not to release a snapshot; unique for the life of the process."""

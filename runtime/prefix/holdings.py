@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
 
-from ..device import SnapshotId
+from ..plans import SnapshotId
 from .entries import Entry, Kind
 from .explain import AROUND, Nearest
 from .tree import RadixTree

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..device import SnapshotId
+from ..plans import SnapshotId
 from .entries import Entry, Hit, Kind, LeaseId, PrefixStats, PutResult, model_of
 from .explain import Explanation, Gone, explain
 from .holdings import Holdings

@@ -11,7 +11,8 @@ left. It grows when a state was not kept for want of room, and shrinks slowly wi
 
 from __future__ import annotations
 
-from ..device import DeviceStats, ModelInfo
+from ..device import DeviceStats
+from ..model_info import ModelInfo
 
 LEAST_SHARE = 32
 MOST_SHARE = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..device import TokenLogprobs
+from ..plans import TokenLogprobs
 from ..spill.files import Files
 from .records import Record
 

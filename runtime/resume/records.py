@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from ..device import TokenLogprobs
+from ..plans import TokenLogprobs
 
 TOKEN_BYTES = 40
 """What an id costs in memory, roughly."""

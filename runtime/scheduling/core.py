@@ -14,17 +14,8 @@ from typing import assert_never
 import numpy as np
 
 from ..adapter_table import base_only
-from ..device import (
-    ModelInfo,
-    RowFailed,
-    RowId,
-    Sampled,
-    SnapshotId,
-    SnapshotMade,
-    StepDone,
-    StepId,
-    StepPlan,
-)
+from ..model_info import ModelInfo
+from ..plans import RowFailed, RowId, Sampled, SnapshotId, SnapshotMade, StepDone, StepId, StepPlan
 from ..prefix.entries import Hit
 from ..requests import FinishReason
 from .admission import Admission

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..device import RowId, SnapshotId, TokenLogprobs
+from ..plans import RowId, SnapshotId, TokenLogprobs
 from ..prefix.entries import Kind, LeaseId, Origin
 from ..requests import FinishReason, Sampling
 from ..text.matching import TokenMatcher

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..device import FromRow, RowId, Sampled, StartRow, StepId
+from ..plans import FromRow, RowId, Sampled, StartRow, StepId
 from ..requests import FinishReason
 from .effects import RowEnded, RowEvent, Started, TokenMade
 from .rows import Phase, Row

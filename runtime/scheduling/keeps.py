@@ -13,7 +13,8 @@ from typing import assert_never
 
 import numpy as np
 
-from ..device import FromSnapshot, ModelInfo, SnapshotId, SnapshotMade, SnapshotSkipped
+from ..model_info import ModelInfo
+from ..plans import FromSnapshot, SnapshotId, SnapshotMade, SnapshotSkipped
 from ..prefix.entries import Hit
 from .effects import Discard, LookUp, Missed, ReturnLease, Store
 from .planning import PendingKeep

@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..device import (
-    FromSnapshot,
-    KeepRow,
-    ModelInfo,
-    PrefillRow,
-    RowId,
-    SnapshotId,
-    StartRow,
-    StepId,
-    StepPlan,
-)
+from ..model_info import ModelInfo
+from ..plans import FromSnapshot, KeepRow, PrefillRow, RowId, SnapshotId, StartRow, StepId, StepPlan
 from ..prefix.entries import Kind, LeaseId, Origin
 from .chunks import ChunkSizer
 from .reserve import Reserve

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..budgets import state_bytes
-from ..device import ModelInfo
+from ..model_info import ModelInfo
 from .rows import Phase, Row
 
 HOLDING = (Phase.LOOKING, Phase.READY, Phase.PREFILL, Phase.DECODE)

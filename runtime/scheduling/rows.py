@@ -11,7 +11,8 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from ..device import Cold, FromRow, FromSnapshot, ModelInfo, RowId, Source, StepId
+from ..model_info import ModelInfo
+from ..plans import Cold, FromRow, FromSnapshot, RowId, Source, StepId
 from ..prefix.entries import LeaseId
 from .effects import ReturnLease, RowSpec
 

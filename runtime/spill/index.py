@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, NewType
 
-from ..device import SnapshotId
+from ..plans import SnapshotId
 from ..prefix.entries import Entry, Kind
 from ..prefix.tree import RadixTree
 

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..device import RowId, SnapshotId
+from ..plans import RowId, SnapshotId
 from ..prefix.entries import Kind, Origin
 from .budget import WriteBudget
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..device import RowId
+from ..plans import RowId
 from ..prefix.entries import Origin
 from .books import Slot
 from .index import FileKey

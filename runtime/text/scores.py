@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..requests import ScoredToken, TokenScore
 
 if TYPE_CHECKING:
-    from ..device import TokenLogprobs
+    from ..plans import TokenLogprobs
     from .tokenizer import Tokenizer
 
 
