@@ -88,6 +88,7 @@ def _batch(settings: Settings, view: GpuView, scheduler: SchedulerStats) -> dict
         "batched": bool(model and model.batchable and settings.batch > 1),
         "lone_reason": reason,
         "kv_bytes": view.stats.kv_bytes,
+        "grammar_wait_seconds": round(view.stats.grammar_seconds, 3),
     }
 
 

@@ -44,6 +44,7 @@ class DeviceStats:
     """Live figures of the device; bytes are bytes, rows and snapshots are counts.
 
     ``most_snapshot_bytes`` is the most that kept states ever took, between two looks too.
+    ``grammar_seconds`` is how long steps have waited for what rows' grammars allow.
     """
 
     active_bytes: int = 0
@@ -55,6 +56,7 @@ class DeviceStats:
     batched_rows: int = 0
     snapshots: int = 0
     most_snapshot_bytes: int = 0
+    grammar_seconds: float = 0.0
 
 
 class Device(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,21 @@ async def test_a_model_that_cannot_share_a_batch_says_so(autojump_clock: object)
     assert end.usage.lane == "serial"
     assert isinstance(batch, dict)
     assert (batch["batched"], batch["lone_reason"]) == (False, "recurrent")
+
+
+async def test_what_steps_waited_for_grammars_is_told(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the millisecond, as the device says it."""
+    plain = ScriptedDevice.stats
+    monkeypatch.setattr(
+        ScriptedDevice, "stats", lambda self: replace(plain(self), grammar_seconds=1.23456)
+    )
+    async with company() as (runtime, _):
+        await run(runtime, ask(1, 2, 3))
+        batch = runtime.stats()["batch"]
+    assert isinstance(batch, dict)
+    assert batch["grammar_wait_seconds"] == 1.235
 
 
 def prompts(n: int, seed: int = 5) -> list[tuple[int, ...]]:

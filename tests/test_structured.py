@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import defaultdict
@@ -15,7 +16,7 @@ from tiny import EOS, VOCAB, make_checkpoint, prompt
 
 from mlx_troupe.actors.device_messages import Broke, Launch, Settle, Settled, WorkerEvent
 from mlx_troupe.actors.worker import Conductor
-from mlx_troupe.runtime.engine import drawing
+from mlx_troupe.runtime.engine import drawing, masks
 from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.masks import MaskMaker
 from mlx_troupe.runtime.engine.opening import Options
@@ -367,6 +368,22 @@ def test_masks_are_made_while_the_forward_pass_runs(
     monkeypatch.setattr(MaskMaker, "_make", make_and_wait)
     opened.decode(1, [RowId(1), RowId(2)])
     assert opened.text(RowId(1)) == "a"
+
+
+def test_what_steps_wait_for_grammars_is_counted(
+    stage: Callable[..., Stage], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one wait for a step, however many of its rows have one; free rows wait for none."""
+    seconds = itertools.count()
+    monkeypatch.setattr(masks, "perf_counter", lambda: next(seconds))
+    on = stage()
+    on.start(RowId(0), prompt(5), Sampling(), None)
+    on.decode(5, [RowId(0)])
+    assert on.device.stats().grammar_seconds == 0
+    for row in (1, 2):
+        on.start(RowId(row), prompt(5 + row), Sampling(), compiler.compile(ANYTHING))
+    on.decode(7, [RowId(n) for n in range(3)])
+    assert on.device.stats().grammar_seconds == 7
 
 
 def test_free_batches_never_wait_for_a_push(

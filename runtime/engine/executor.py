@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,8 @@ class MLXDevice:
         """Live figures; cheap."""
         if self._parts is None or self._forward is None:
             return DeviceStats()
-        return self._parts.states.stats(self._rows, self._forward)
+        stats = self._parts.states.stats(self._rows, self._forward)
+        return replace(stats, grammar_seconds=self._parts.masks.waited)
 
     def idle(self) -> None:
         """Give unused memory back to the system."""

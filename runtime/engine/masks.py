@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -60,9 +61,13 @@ class Ticket:
 
 
 class MaskMaker:
-    """Makes the masks of one model's batches. Called on the device's thread."""
+    """Makes the masks of one model's batches. Called on the device's thread.
+
+    ``waited``: seconds for which its caller has waited for masks, and all rows of a step with it.
+    """
 
     def __init__(self, vocab_size: int) -> None:
+        self.waited = 0.0
         self._width = -(-vocab_size // WORD)
         self._pool: ThreadPoolExecutor | None = None
         self._engine: LLExecutor | None = None
@@ -84,6 +89,13 @@ class MaskMaker:
 
     def gather(self, tickets: Sequence[Ticket | None]) -> Masks:
         """Wait for the masks of a batch's rows, in its order; without a ticket all is free."""
+        begun = perf_counter()
+        try:
+            return self._gather(tickets)
+        finally:
+            self.waited += perf_counter() - begun
+
+    def _gather(self, tickets: Sequence[Ticket | None]) -> Masks:
         first = tickets[0].masks if tickets[0] is not None else None
         if first is not None and all(
             ticket is not None and ticket.masks is first and ticket.place == place
