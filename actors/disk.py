@@ -17,9 +17,9 @@ import trio
 from mlx_troupe.runtime.heap import cut_heap
 from mlx_troupe.runtime.prefix.entries import Kind
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.spill.candidates import Candidate
 from mlx_troupe.runtime.spill.crowded import Crowded
 from mlx_troupe.runtime.spill.index import FileKey, Neighbours
-from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore
 

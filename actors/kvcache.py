@@ -18,7 +18,7 @@ from mlx_troupe.runtime.prefix.entries import Hit, namespace_of
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.scheduling.effects import LookUp, Missed, ReturnLease, Store
-from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.candidates import Candidate
 
 from .device_messages import GpuCommand, Release
 from .gpu import GpuView

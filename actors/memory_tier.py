@@ -19,7 +19,7 @@ from mlx_troupe.runtime.prefix.entries import Hit, LeaseId, Origin
 from mlx_troupe.runtime.prefix.explain import Explanation
 from mlx_troupe.runtime.prefix.index import PrefixCore
 from mlx_troupe.runtime.prefix.room import Headroom, excess
-from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.candidates import Candidate
 
 from .device_messages import GpuCommand, Release
 from .mailbox import Mailbox

@@ -16,8 +16,8 @@ from mlx_troupe.runtime.device import StateSlice
 from mlx_troupe.runtime.errors import NoRoom, StateRefused, Unavailable
 from mlx_troupe.runtime.plans import SnapshotId, SnapshotMade
 from mlx_troupe.runtime.prefix.entries import adapters_of
+from mlx_troupe.runtime.spill.candidates import Candidate
 from mlx_troupe.runtime.spill.faults import SpillFault, Unreadable
-from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostLayer
 
 from .device_messages import GpuCommand, Import

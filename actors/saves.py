@@ -13,8 +13,9 @@ from dataclasses import replace
 import trio
 
 from mlx_troupe.runtime.errors import StateRefused, Unavailable
+from mlx_troupe.runtime.spill.candidates import Candidate
 from mlx_troupe.runtime.spill.faults import SpillFault, TooLarge, Unfit
-from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
+from mlx_troupe.runtime.spill.queue import SaveQueue
 from mlx_troupe.runtime.spill.state import HostLayer, HostState, nbytes
 
 from .device_messages import Export, GpuCommand, Release

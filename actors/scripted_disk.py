@@ -9,9 +9,9 @@ from itertools import count
 import trio
 
 from mlx_troupe.runtime.prefix.entries import model_of
+from mlx_troupe.runtime.spill.candidates import Candidate
 from mlx_troupe.runtime.spill.faults import Absent, SpillFault
 from mlx_troupe.runtime.spill.index import Near, Neighbours
-from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState, nbytes
 
 from .disk import DiskStats, Loaded, OnDisk

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlx_troupe.runtime.plans import SnapshotId
-from mlx_troupe.runtime.spill.queue import Candidate
+from mlx_troupe.runtime.spill.candidates import Candidate
 
 from .disk import OnDisk
 from .reply import Reply

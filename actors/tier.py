@@ -15,7 +15,8 @@ from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.plans import SnapshotId
 from mlx_troupe.runtime.prefix.entries import Hit
 from mlx_troupe.runtime.scheduling.effects import LookUp
-from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
+from mlx_troupe.runtime.spill.candidates import Candidate
+from mlx_troupe.runtime.spill.queue import SaveQueue
 
 from .disk import Disk, OnDisk
 from .mailbox import Mailbox

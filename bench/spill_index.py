@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from mlx_troupe.runtime.spill.folder import make_key
-from mlx_troupe.runtime.spill.format import namespace_digest, pack_ids
+from mlx_troupe.runtime.spill.header import namespace_digest, pack_ids
 from mlx_troupe.runtime.spill.index import SpillIndex
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore

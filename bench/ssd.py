@@ -62,7 +62,7 @@ from mlx_troupe.runtime.requests import (  # noqa: E402
     TokenPrompt,
 )
 from mlx_troupe.runtime.settings import Settings  # noqa: E402
-from mlx_troupe.runtime.spill.queue import Candidate  # noqa: E402
+from mlx_troupe.runtime.spill.candidates import Candidate  # noqa: E402
 from mlx_troupe.runtime.spill.state import HostState  # noqa: E402
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore  # noqa: E402
 

@@ -16,8 +16,8 @@ from mlx_troupe.actors.background import NICE, on_spare_time
 from mlx_troupe.actors.disk import FolderDisk
 from mlx_troupe.runtime.plans import RowId, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Origin
+from mlx_troupe.runtime.spill.candidates import Candidate
 from mlx_troupe.runtime.spill.index import FileKey
-from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState
 from mlx_troupe.runtime.spill.store import Restored, SpillEntry, SpillStore
 

@@ -14,8 +14,8 @@ from mlx_troupe.actors.system import Runtime
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.requests import TextDelta
+from mlx_troupe.runtime.spill.candidates import Candidate
 from mlx_troupe.runtime.spill.faults import Unfit
-from mlx_troupe.runtime.spill.queue import Candidate
 from mlx_troupe.runtime.spill.state import HostState, nbytes
 
 EVERY = 8

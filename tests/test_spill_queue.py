@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mlx_troupe.runtime.plans import RowId, SnapshotId
 from mlx_troupe.runtime.prefix.entries import Origin
 from mlx_troupe.runtime.spill.budget import HOUR, WriteBudget
-from mlx_troupe.runtime.spill.queue import Candidate, SaveQueue
+from mlx_troupe.runtime.spill.candidates import Candidate
+from mlx_troupe.runtime.spill.queue import SaveQueue
 
 
 def state(

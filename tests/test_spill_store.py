@@ -23,7 +23,7 @@ from spill_rig import (
 
 from mlx_troupe.runtime.spill.faults import Absent, SpillFault, TooLarge, Unfit
 from mlx_troupe.runtime.spill.files import Files
-from mlx_troupe.runtime.spill.format import Header
+from mlx_troupe.runtime.spill.header import Header
 from mlx_troupe.runtime.spill.index import Near
 from mlx_troupe.runtime.spill.state import HostArray, HostLayer, HostState
 from mlx_troupe.runtime.spill.store import SpillEntry, SpillStore, key_of

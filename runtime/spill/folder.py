@@ -17,11 +17,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from .books import SUFFIX, file_name
 from .faults import Absent, Corrupt, FolderGone, Unreadable, Unwritable, write_fault
 from .files import Files
-from .format import Draft, Header, read_header, read_state
+from .format import Draft, read_header, read_state
+from .header import Header
 from .index import FileKey
+from .slots import SUFFIX, file_name
 from .state import HostState
 
 _ENTRY = re.compile(r"[0-9a-f]{40}" + re.escape(SUFFIX))

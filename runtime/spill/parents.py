@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..prefix.entries import Origin
-from .books import Slot
 from .faults import SpillFault, Unfit
 from .folder import SpillFolder, make_key
-from .format import Header
+from .header import Header
 from .index import FileKey
 from .rows import LastFile, RowFiles
 from .sharing import LONGEST_CHAIN, fits, is_worth_sharing, starts_with
 from .shelf import Shelf
+from .slots import Slot
 from .state import HostState, StateMismatch, check_continues
 
 

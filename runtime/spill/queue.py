@@ -18,9 +18,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..plans import RowId, SnapshotId
-from ..prefix.entries import Kind, Origin
+from ..plans import SnapshotId
 from .budget import WriteBudget
+from .candidates import Candidate
 
 SEEN = 4096
 """States refused at their first offer that are remembered for their second."""
@@ -28,49 +28,6 @@ SEEN = 4096
 Offer: TypeAlias = Literal["queued", "here", "full", "postponed"]
 """What became of an offered state: it waits, it waited already, there is no room for its bytes, or
 it must be asked for once more before it is worth a part of the budget that is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A kept state of exactly ``ids`` that is not on the disk.
-
-    ``nbytes`` is what it costs on the device; ``cuttable``: it serves all that its prefixes serve.
-    ``origin``: the row that it was kept of, where that is known; ``session``: the chat.
-    """
-
-    snapshot: SnapshotId
-    namespace: str
-    ids: tuple[int, ...]
-    nbytes: int
-    kind: Kind
-    cuttable: bool
-    origin: Origin | None = None
-    session: str | None = None
-
-    @property
-    def row(self) -> RowId | None:
-        """The row that it is of."""
-        return None if self.origin is None else self.origin.row
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether its row goes on, so that what is made before it is safe is made once more."""
-        return self.origin is not None and self.origin.runs
-
-    def replaces(self, other: Candidate) -> bool:
-        """Whether the other need not be written before this one."""
-        passed = other.is_urgent and self.row == other.row and len(self.ids) >= len(other.ids)
-        return passed or self.covers(other)
-
-    def covers(self, other: Candidate) -> bool:
-        """Whether with this one on the disk the other would serve nobody."""
-        length = len(other.ids)
-        return (
-            self.cuttable
-            and self.namespace == other.namespace
-            and len(self.ids) >= length
-            and self.ids[:length] == other.ids
-        )
 
 
 @dataclass(slots=True)

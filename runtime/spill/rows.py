@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ..plans import RowId
 from ..prefix.entries import Origin
-from .books import Slot
 from .index import FileKey
+from .slots import Slot
 
 MOST = 1024
 """Rows that are remembered; of one that is not, bytes are compared."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import sha256
 
-from .format import Header
+from .header import Header
 from .state import HostArray, HostState, StateMismatch, check_continues, nbytes, token_runs
 
 LONGEST_CHAIN = 1024

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from .books import SUFFIX, Books, Slot, file_name
+from .books import Books
 from .crowded import CrowdedOut
 from .faults import (
     Absent,
@@ -28,8 +28,9 @@ from .faults import (
     Unreadable,
 )
 from .folder import SpillFolder, make_key
-from .format import Header
+from .header import Header
 from .index import FileKey
+from .slots import SUFFIX, Slot, file_name
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..prefix.entries import Kind, Origin, model_of
-from .books import Slot
 from .crowded import Crowded
 from .faults import Absent, Corrupt, SpillFault, Unfit
 from .files import Files
 from .folder import SpillFolder, make_key
-from .format import Header, namespace_digest, pack_ids, unpack_ids
+from .header import Header, namespace_digest, pack_ids, unpack_ids
 from .index import FileKey, Neighbours, SpillHit
 from .shelf import Shelf
+from .slots import Slot
 from .state import HostState, StateMismatch, join
 from .values import Restored, StoreStats
 from .writer import Writer

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..prefix.entries import Origin
-from .books import file_name
 from .faults import DiskFull, TooLarge, Unfit
 from .folder import SpillFolder, make_key
-from .format import Draft, Header, draft
+from .format import Draft, draft
+from .header import Header
 from .index import FileKey
 from .parents import Parents
 from .sharing import left_out_bytes
 from .shelf import Shelf
+from .slots import file_name
 from .state import HostState, cut_tokens
 
 
