@@ -112,9 +112,6 @@ def ragged_attention(
             ("HEADS", heads),
             ("KV_HEADS", kv_heads),
             ("D", width),
-            ("DEPTH", depth),
-            ("CHUNK", chunk),
-            ("SPLITS", splits),
             ("RING", ring or 0),
             ("WINDOW", window or _UNBOUNDED),
             ("THREADS", threads),
@@ -125,20 +122,23 @@ def ragged_attention(
         "grid": (splits * threads, blocks, 1),
         "threadgroup": (threads, 1, 1),
     }
-    inputs = [queries, keys, values, offsets, *(own or (queries, queries))]
+    # Not by the template: a row that grows needs no new kernel, for which everybody would wait.
+    sizes = _sizes(depth, chunk, splits)
+    inputs = [queries, keys, values, offsets, *(own or (queries, queries)), sizes]
     if splits == 1:
         attend = attend_kernel(scale * LOG2_E, joined=False)
         whole = {"output_shapes": [queries.shape], "output_dtypes": [queries.dtype]}
         return attend(inputs=inputs, **shape, **whole)[0]
     parts = (rows, heads, splits)
+    cut = attend_kernel(scale * LOG2_E, joined=True)(
+        inputs=inputs,
+        **shape,
+        output_shapes=[(*parts, width), parts, parts],
+        output_dtypes=[mx.float32] * 3,
+    )
     return join_kernel()(
-        inputs=attend_kernel(scale * LOG2_E, joined=True)(
-            inputs=inputs,
-            **shape,
-            output_shapes=[(*parts, width), parts, parts],
-            output_dtypes=[mx.float32] * 3,
-        ),
-        template=[("T", queries.dtype), ("D", width), ("SPLITS", splits)],
+        inputs=[*cut, sizes],
+        template=[("T", queries.dtype), ("D", width)],
         grid=(rows * heads * width, 1, 1),
         threadgroup=(width, 1, 1),
         output_shapes=[queries.shape],
@@ -170,3 +170,8 @@ def _chunk_for(blocks: int, depth: int) -> int:
         return depth
     enough = [chunk for chunk in _CHUNKS if blocks * -(-depth // chunk) <= _BLOCKS]
     return (enough or _CHUNKS[-1:])[0]
+
+
+@cache
+def _sizes(depth: int, chunk: int, splits: int) -> mx.array:
+    return mx.array([depth, chunk, splits], dtype=mx.int32)
