@@ -13,12 +13,8 @@ import trio
 from mlx_troupe.runtime.errors import Overloaded
 from mlx_troupe.runtime.grammars import Grammar
 from mlx_troupe.runtime.model_info import ModelInfo
-from mlx_troupe.runtime.text.matching import (
-    CannotCompile,
-    GrammarCompiler,
-    Reasoning,
-    TokenMatcher,
-)
+from mlx_troupe.runtime.text.grammar_sources import CannotCompile, Reasoning
+from mlx_troupe.runtime.text.matching import GrammarCompiler, TokenMatcher
 from mlx_troupe.runtime.text.tokenizer import Tokenizer
 
 COMPILING = 2

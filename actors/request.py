@@ -55,7 +55,8 @@ from mlx_troupe.runtime.scheduling.effects import (
     TokenMade,
 )
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.text.matching import CannotCompile, Reasoning, TokenMatcher
+from mlx_troupe.runtime.text.grammar_sources import CannotCompile, Reasoning
+from mlx_troupe.runtime.text.matching import TokenMatcher
 from mlx_troupe.runtime.text.messages import with_instruction
 from mlx_troupe.runtime.text.prompts import BuiltPrompt
 from mlx_troupe.runtime.text.scores import scored_token

@@ -30,11 +30,10 @@ from mlx_troupe.runtime.grammars import (
 )
 from mlx_troupe.runtime.text import matching
 from mlx_troupe.runtime.text.formats import PATTERNS
+from mlx_troupe.runtime.text.grammar_sources import CannotCompile, Reasoning
 from mlx_troupe.runtime.text.matching import (
-    CannotCompile,
     GrammarCompiler,
     MatchFailed,
-    Reasoning,
     TokenMatcher,
 )
 from mlx_troupe.runtime.text.testing import EOS, ByteTokenizer
@@ -45,6 +44,10 @@ TOKENIZER = ByteTokenizer(
 )
 CHOOSES = Reasoning("<think>", "</think>", opened=False)
 OPENED = Reasoning("<think>", "</think>", opened=True)
+
+
+BRANCHES = "|".join(f'"x{n}"' for n in range(2100))
+"""More than a grammar may have at one place."""
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +359,7 @@ def test_what_is_no_schema_is_refused_by_name(
         (RegexGrammar("a\\"), "backslash"),
         (RegexGrammar(r"(a)\1"), "backreferences"),
         (ContextFreeGrammar("start: missing"), "missing"),
+        (ContextFreeGrammar(f"start: {BRANCHES}"), "max is 2000"),
         (ContextFreeGrammar("!"), ""),
         (ContextFreeGrammar('start: <no_such_token> "a"'), ""),
     ],
@@ -371,19 +375,16 @@ def test_what_cannot_be_compiled_says_why_in_one_line(
     assert 0 < len(str(caught.value)) <= 200
 
 
-BRANCHES = "|".join(f'"x{n}"' for n in range(2100))
-"""More than a grammar may have at one place."""
-
-
 def test_a_limit_of_the_engine_names_the_field_and_a_wrong_token_does_not(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a token or a mask goes beyond it, and for each request its own field's name."""
-    wide = ContextFreeGrammar(f"start: list\nlist: {BRANCHES}\n", "a")
+    wide = ContextFreeGrammar(f'start: "ab" list\nlist: {BRANCHES}\n', "a")
     for grammar in (wide, replace(wide, param="b")):
         matcher = compiler.compile(grammar)
+        matcher.take(ord("a"))
         with pytest.raises(MatchFailed, match="items; max is 2000") as caught:
-            matcher.take(ord("x"))
+            matcher.take(ord("b"))
         assert caught.value.param == grammar.param
         with pytest.raises(MatchFailed) as caught:
             matcher.allowed()

@@ -12,25 +12,16 @@ device waits, and a prompt being encoded may hold the tokenizer for longer than 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
-from ..grammars import (
-    MAX_WHITESPACE,
-    ChoiceGrammar,
-    ContextFreeGrammar,
-    Grammar,
-    JsonGrammar,
-    RegexGrammar,
-)
-from .schemas import check_schema, fit_formats
+from ..grammars import ContextFreeGrammar, Grammar
+from .grammar_sources import CannotCompile, Reasoning, first_line, source_of
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,11 +36,6 @@ MAX_GRAMMAR_ITEMS = 2_000
 """Of a place in a grammar of the client's own. An ambiguous one has more with every token, and its
 masks, for which the whole batch waits, take their square: a sixth of a second at this limit."""
 _LIMITS = re.compile("items; max is|[Tt]oo many|fuel exhausted|TooComplex")
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
-
-
-class CannotCompile(Exception):
-    """A grammar that the engine cannot turn into masks; the text is fit for a client."""
 
 
 class MatchFailed(Exception):
@@ -61,18 +47,6 @@ class MatchFailed(Exception):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """How an answer may begin with a reasoning block, to which the grammar does not apply.
-
-    ``opened``: the prompt opened the block already, so the answer begins inside it.
-    """
-
-    start: str
-    end: str
-    opened: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +87,7 @@ class TokenMatcher:
         """Why no more masks can be made."""
         if not self.engine.is_error():
             return None
-        message = _first_line(self.engine.get_error())
+        message = first_line(self.engine.get_error())
         return MatchFailed(message, self.param if _LIMITS.search(message) else None)
 
 
@@ -164,21 +138,16 @@ class GrammarCompiler:
         # Imported when the first grammar comes: a server that never sees one starts sooner.
         from llguidance import LLMatcher, LLParserLimits
 
-        body, unenforced = _body(grammar, reasoning)
+        source, unenforced = source_of(grammar, reasoning)
         items = MAX_GRAMMAR_ITEMS if isinstance(grammar, ContextFreeGrammar) else MAX_ITEMS
         limits = LLParserLimits(
             verbose_errors=False, max_items_in_row=items, step_max_items=10 * MAX_ITEMS
         )
-        engine = LLMatcher(
-            self._known_vocabulary(), _source(body, reasoning), log_level=0, limits=limits
-        )
+        engine = LLMatcher(self._known_vocabulary(), source, log_level=0, limits=limits)
         matcher = TokenMatcher(engine, -(-self._vocab_size // 32), grammar.param, unenforced)
         if (fault := matcher.fault) is not None:
             raise CannotCompile(str(fault))
-        # The first mask shows whether any text can begin at all.
-        engine.compute_bitmask()
-        if (fault := matcher.fault) is not None:
-            raise CannotCompile(str(fault) if fault.param else "no text satisfies it")
+        _try_to_begin(matcher)
         return matcher
 
     def _known_vocabulary(self) -> LLTokenizer:
@@ -219,82 +188,12 @@ class _Vocabulary:
         return []
 
 
-def _source(body: Mapping[str, object], reasoning: Reasoning | None) -> str:
-    """The engine's own description: the text's beginning, and the grammar as its body."""
-    head = [_OPTIONS, "start: @body"]
-    if reasoning is not None:
-        head = [_OPTIONS, _start_with(reasoning)]
-    grammars = [{"lark_grammar": "".join(head)}, {"name": "body", **body}]
-    return json.dumps({"grammars": grammars})
-
-
-def _start_with(reasoning: Reasoning) -> str:
-    start, end = json.dumps(reasoning.start), json.dumps(reasoning.end)
-    opening = "start: block @body\nblock: thought blanks\n"
-    if not reasoning.opened:
-        opening = f"start: @body | block @body\nblock: blanks {start} thought blanks\n"
-    return f"{opening}thought[suffix={end}]: /(?s:.*)/\nblanks: /[ \\t\\r\\n]*/\n"
-
-
-def _body(
-    grammar: Grammar, reasoning: Reasoning | None
-) -> tuple[Mapping[str, object], tuple[str, ...]]:
-    """A grammar in the engine's words, and the formats that these leave out."""
-    match grammar:
-        case JsonGrammar():
-            schema, unenforced = _schema(grammar)
-            return {"json_schema": schema}, unenforced
-        case RegexGrammar(pattern=pattern):
-            text = _regex(pattern, reasoning)
-        case ChoiceGrammar(choices=choices):
-            listed = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            # One terminal: as many alternatives of a rule would go beyond the engine's limits.
-            text = f"start: CHOICE\nCHOICE: {listed}\n"
-        case ContextFreeGrammar(text=given):
-            text = _lark(given)
-        case _:
-            assert_never(grammar)
-    return {"lark_grammar": _OPTIONS + text}, ()
-
-
-def _schema(grammar: JsonGrammar) -> tuple[Mapping[str, object], tuple[str, ...]]:
-    schema: dict[str, Any] = json.loads(grammar.schema)
-    check_schema(schema, grammar.param)
-    unenforced = fit_formats(schema)
-    # Set here in any case: among the engine's own options is one to ignore what it cannot do.
-    options: dict[str, object] = {"whitespace_flexible": False}
-    if grammar.whitespace_pattern is not None:
-        options = {"whitespace_pattern": grammar.whitespace_pattern}
-    elif grammar.any_whitespace:
-        options = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}
-    return {**schema, "x-guidance": options}, unenforced
-
-
-def _regex(pattern: str, reasoning: Reasoning | None) -> str:
-    from llguidance import regex_to_lark
-
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        # The converter would leave it out.
-        raise CannotCompile("it ends in a backslash that escapes nothing")
-    text = f"/{regex_to_lark(pattern, '')}/"
-    if reasoning is None or reasoning.opened:
-        return f"start: {text}\n"
-    # An answer that begins like a reasoning block is one, whatever the pattern would allow.
-    marker = regex_to_lark("".join(f"\\x{{{ord(c):x}}}" for c in reasoning.start), "")
-    return f"start: TEXT\nTEXT: {text} & ~/[ \\t\\r\\n]*{marker}(?s:.*)/ & /(?s:.*)/\n"
-
-
-def _lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
+def _try_to_begin(matcher: TokenMatcher) -> None:
+    """Raise CannotCompile where no text can begin, or where its first token is too much already."""
+    mask = int.from_bytes(matcher.engine.compute_bitmask(), "little")
+    if (fault := matcher.fault) is not None:
+        raise CannotCompile(str(fault) if fault.param else "no text satisfies it")
     try:
-        return any_to_lark(text)
-    except Exception as error:  # a converter of free text, without an error class of its own
-        raise CannotCompile(_first_line(str(error))) from error
-
-
-def _first_line(message: str) -> str:
-    lines = [line.strip() for line in message.strip().splitlines() if line.strip(" ^")]
-    # Errors in regular expressions say what is wrong at the end, below a picture of it.
-    told = [line for line in lines if line.startswith("error:")] or lines
-    return told[0].removeprefix("error: ")[:200] if told else "unknown reason"
+        matcher.copy().take((mask & -mask).bit_length() - 1)
+    except MatchFailed as error:
+        raise CannotCompile(str(error)) from error
