@@ -168,7 +168,7 @@ class MemoryTier:
     def _pass(self, candidate: Candidate, origin: Origin) -> None:
         """Let go of what a row kept on the way before: it serves nobody but that row."""
         before = self._passing.pop(origin.row, None)
-        if before is not None:
+        if before is not None and not origin.unheard:
             self._release(self.core.drop(before))
         if origin.runs and not candidate.cuttable:
             self._passing[origin.row] = candidate.snapshot

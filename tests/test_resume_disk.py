@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from company import WordTokenizer, company
+from company import WordTokenizer, company, settle
 from resume_rig import interrupted, whole
 from spill_rig import Broken
 from tiny import EOS, make_checkpoint, prompt
@@ -24,7 +24,7 @@ from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.grammars import Grammar, RegexGrammar
 from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme
 from mlx_troupe.runtime.model_info import ModelInfo
-from mlx_troupe.runtime.plans import TokenLogprobs
+from mlx_troupe.runtime.plans import FromSnapshot, TokenLogprobs
 from mlx_troupe.runtime.requests import (
     GenerationRequest,
     Sampling,
@@ -223,6 +223,24 @@ async def test_states_are_kept_on_the_way(
         assert (await whole(runtime, unseeded)).texts == expected.texts
         lengths = [keep.length for plan in device.plans for keep in plan.keep]
         assert not [n for n in lengths if n in (37, 45, 53, 61)]
+
+
+async def test_tokens_that_nobody_heard_cost_no_more_than_they_took(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Where states cannot be cut, the last one of an interrupted row may be beyond its record."""
+    model = ModelInfo("scripted", 1000, 4096, frozenset({0}), trim_window=0, namespace="s")
+    ask = GenerationRequest(
+        TokenPrompt(tuple(range(1, 31))), SamplingRequest(temperature=0.0), max_tokens=40
+    )
+    device = ScriptedDevice(model)
+    async with company(device, generation_checkpoint=8) as (runtime, _):
+        runtime.checkpoints.every = 8
+        assert await interrupted(runtime, ask, 20)
+        await settle(runtime)
+        assert (await whole(runtime, ask)).usage.cached_tokens == 30
+        starts = [start.source for plan in device.plans for start in plan.start]
+        assert [one.length for one in starts if isinstance(one, FromSnapshot)] == [45]
 
 
 @pytest.mark.mlx

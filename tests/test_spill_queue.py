@@ -99,6 +99,16 @@ def test_a_rows_newer_state_takes_the_place_of_one_that_waits() -> None:
     assert [take(q).snapshot, q.take(0)] == [1, None]
 
 
+def test_a_state_whose_end_nobody_heard_takes_no_place_but_where_it_covers() -> None:
+    """Its row's earlier state may be the one that is needed."""
+    unheard = Origin(RowId(7), runs=False, unheard=True)
+    for cuttable in (False, True):
+        q = queue()
+        q.offer(state(1, 2, cuttable=cuttable, origin=of(7)), 0)
+        q.offer(state(2, 2, 3, cuttable=cuttable, origin=unheard), 0)
+        assert len(q) == 1 + (not cuttable)
+
+
 def test_a_state_that_is_refused_takes_nobodys_place() -> None:
     """Whether it is postponed or has no room; what it would replace makes room for it."""
     q = queue(bound=25, budget=100)

@@ -263,6 +263,21 @@ def test_what_a_row_kept_on_the_way_goes_with_its_next_state(tmp_path: Path) -> 
     assert not faults(store)
 
 
+def test_a_state_on_the_way_stays_beside_one_whose_last_tokens_nobody_heard(
+    tmp_path: Path,
+) -> None:
+    """The client's record may end before it, where only the earlier one is of use."""
+    store = opened(tmp_path)
+    for length, unheard in ((100, False), (150, False), (200, True)):
+        made = entry(*IDS[:length], cuttable=False)
+        origin = Origin(RowId(7), runs=not unheard, unheard=unheard)
+        store.save(made, state(made, recurrent=True), origin)
+    for length, useful in ((200, 150), (201, 200)):
+        hit = store.lookup(IDS[:length], NAMESPACE)
+        assert hit is not None
+        assert hit.length == useful
+
+
 def test_a_prompts_state_stays(tmp_path: Path) -> None:
     """Others may begin with it."""
     store = opened(tmp_path)

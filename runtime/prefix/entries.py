@@ -21,11 +21,18 @@ Kind: TypeAlias = Literal["prompt", "final", "partial"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The row that a state is of. ``runs``: it was kept on the way, for the case of a crash, and is
-    of no more use once a later one of the row is safe."""
+    """The row that a state is of.
+
+    Attributes:
+        runs: it was kept on the way, for the case of a crash, and is of no more use once a later
+            one of the row is safe that is not unheard.
+        unheard: its client left, perhaps before the last tokens in it: who goes on from what the
+            client had may need an earlier state.
+    """
 
     row: RowId
     runs: bool
+    unheard: bool = False
 
 
 def namespace_of(model: str, adapters: tuple[str, ...]) -> str:

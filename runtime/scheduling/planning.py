@@ -131,7 +131,7 @@ class Planner:
                 continue
             if len(ids) >= KEEP_AT_LEAST:
                 snapshot = self._new_snapshot()
-                session, origin = row.spec.session, Origin(row.id, runs)
+                session, origin = row.spec.session, Origin(row.id, runs, row.cancelled)
                 pending = PendingKeep(snapshot, ids, kind, row.adapters, session, origin)
                 kept.append((KeepRow(row.id, len(ids), snapshot), pending))
         return kept

@@ -41,8 +41,9 @@ class Candidate:
 
     def replaces(self, other: Candidate) -> bool:
         """Whether the other need not be written before this one."""
-        passed = other.is_urgent and self.row == other.row and len(self.ids) >= len(other.ids)
-        return passed or self.covers(other)
+        later = self.row == other.row and len(self.ids) >= len(other.ids)
+        heard = self.origin is not None and not self.origin.unheard
+        return (other.is_urgent and later and heard) or self.covers(other)
 
     def covers(self, other: Candidate) -> bool:
         """Whether with this one on the disk the other would serve nobody."""

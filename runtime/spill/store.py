@@ -193,7 +193,7 @@ class SpillStore:
         earlier entry is written, if that is the state's beginning to the byte; ``origin`` saves
         comparing it with the row's last file. Where the files together would be over the cap and
         the whole state is not, it is written whole; Unfit then asks for it. What a row kept on the
-        way is dropped when a later state of it is durable that does not cover it.
+        way is dropped when a later state of it is durable that does not cover it, unless unheard.
         """
         with self._shelf.counted():
             header = self._header(entry, state)
@@ -202,7 +202,8 @@ class SpillStore:
                 return 0
             last = self._writer.parents.last(origin)
             written = self._writer.write(entry.ids, header, state, origin)
-            if last is not None and last.runs and not entry.cuttable:
+            unheard = origin is not None and origin.unheard
+            if last is not None and last.runs and not (entry.cuttable or unheard):
                 with suppress(SpillFault):
                     self.drop(last.key)
             self._shelf.touch(entry.key)
