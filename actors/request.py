@@ -8,6 +8,7 @@ its cancellation, at any moment, posts one Cancel and ends its row before the ne
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import assert_never
 
@@ -22,13 +23,14 @@ from mlx_troupe.runtime.defaults import (
     with_thinking,
 )
 from mlx_troupe.runtime.errors import (
+    ContextLengthExceeded,
     GenerationFailed,
     InvalidRequest,
     TroupeError,
     Unavailable,
     UnknownStream,
 )
-from mlx_troupe.runtime.grammars import in_words
+from mlx_troupe.runtime.grammars import Grammar, in_words
 from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.requests import (
@@ -263,10 +265,22 @@ class RequestActor:
         except CannotCompile as error:
             self.warnings = (f"{grammar.param} is not enforced: {error}",)
         if isinstance(prompt, ChatPrompt):
-            messages = with_instruction(prompt.messages, in_words(grammar))
-            self._shown = replace(prompt, messages=messages)
-            built = await self._build(self._shown)
+            built = await self._ask_in_words(prompt, grammar, built)
         return built, None
+
+    async def _ask_in_words(
+        self, prompt: ChatPrompt, grammar: Grammar, built: BuiltPrompt
+    ) -> BuiltPrompt:
+        """The prompt with an instruction, unless that takes more than half of the room left."""
+        messages = with_instruction(prompt.messages, in_words(grammar))
+        asked = replace(prompt, messages=messages)
+        room = (self._model.context_window or UNKNOWN_WINDOW) - len(built.ids)
+        with suppress(ContextLengthExceeded):
+            told = await self._build(asked)
+            if len(told.ids) - len(built.ids) <= room // 2:
+                self._shown = asked
+                return told
+        return built
 
     def _markers(self) -> tuple[str, str] | None:
         # A raw completion is one text: what it says about thinking is part of it.

@@ -161,6 +161,18 @@ async def test_a_grammar_beyond_the_engine_is_asked_for_in_words() -> None:
     assert all(start.matcher is None for start in started)
 
 
+@pytest.mark.parametrize(("size", "told"), [(1_000, True), (3_000, False), (6_000, False)])
+async def test_words_that_would_fill_the_window_are_left_out(size: int, told: bool) -> None:
+    """They may take half of what the chat leaves of it; the client is warned in any case."""
+    long = JsonGrammar(json.dumps({"uniqueItems": True, "title": "t" * size}))
+    async with company(device(), tokenizer=ByteTokenizer()) as (runtime, scripted):
+        async with runtime.generate(chat(long, max_tokens=3)) as generation:
+            assert isinstance((await read(generation))[1], Finished)
+            assert len(generation.warnings) == 1
+        (start,) = [start for plan in scripted.plans for start in plan.start]
+    assert (b"t" * size in bytes(i for i in start.ids if i < 256)) is told
+
+
 async def test_a_format_that_is_not_enforced_is_told_and_the_rest_is_enforced() -> None:
     """The client is warned; the model is told nothing, for it cannot break what is enforced."""
     loose = JsonGrammar(
