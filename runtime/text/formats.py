@@ -1,7 +1,9 @@
-"""Formats of JSON Schema that the grammar engine does not know, as regular expressions.
+"""Formats of JSON Schema that the grammar engine does not know, or not well, as expressions.
 
-Pure data, made once from the rules of RFC 3986 and 3987 (URIs and IRIs), 6570 (URI templates) and
-6901 (JSON pointers). An expression matches exactly the texts of its format.
+Pure data, made once from the rules of RFC 3339 (dates and times), 3986 and 3987 (URIs and IRIs),
+6570 (URI templates) and 6901 (JSON pointers). An expression matches exactly the texts of its
+format, but for leap seconds, which it takes in UTC only. The engine knows dates and times, too, but
+not which years have a 29th of February and which minutes a 60th second.
 """
 
 from __future__ import annotations
@@ -69,15 +71,27 @@ def _template() -> str:
     return rf"(?:{literal}|\{{[+#./;?&=,!@|]?{variable}(?:,{variable})*\}})*"
 
 
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])"
+    "|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+    f"|{_LEAP_YEAR}-02-29)"
+)
+_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_FRACTION = r"(?:\.[0-9]+)?"
+_TIME = f"(?:{_HOUR}:[0-5][0-9]{_FRACTION}(?:[zZ]|[+\\-]{_HOUR})|23:59:60{_FRACTION}[zZ])"
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 PATTERNS: Mapping[str, str] = {
     name: f"^{pattern}$"
     for name, pattern in {
+        "date": _DAY,
+        "date-time": f"{_DAY}[tT]{_TIME}",
         "iri": _reference(_BEYOND_ASCII, _PRIVATE, absolute=True),
         "iri-reference": _reference(_BEYOND_ASCII, _PRIVATE),
         "json-pointer": _POINTER,
         "relative-json-pointer": f"(?:(?:0|[1-9][0-9]*)(?:#|{_POINTER}))",
+        "time": _TIME,
         "uri-reference": _reference(),
         "uri-template": _template(),
     }.items()

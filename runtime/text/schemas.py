@@ -61,19 +61,16 @@ MAP_KEYWORDS = frozenset(
 
 KNOWN_FORMATS = frozenset(
     {
-        "date",
-        "date-time",
         "duration",
         "email",
         "hostname",
         "ipv4",
         "ipv6",
-        "time",
         "uri",
         "uuid",
     }
 )
-"""Those that the engine enforces itself."""
+"""Those that are left to the engine."""
 
 OTHER_FORMATS = frozenset({"idn-email", "idn-hostname", "regex"})
 """Those of the standard that nobody here enforces: each would take a parser of its own."""
@@ -106,7 +103,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
 
 
 def fit_formats(schema: dict[str, Any]) -> tuple[str, ...]:
-    """Change every ``format``, in place, that the engine does not know: it refuses the schema.
+    """Change every ``format``, in place, that is not left to the engine, which may refuse it.
 
     What a regular expression says as well becomes a ``pattern``. Others are left out; those of the
     standard are returned. Names of the client's own, such as ``password`` or ``path``, say nothing
