@@ -38,7 +38,7 @@ class Budgets:
         kv_bytes: most bytes of state that rows may reserve together.
         context_tokens: most tokens (prompt + answer) of a row that has all of that to itself.
         usable_bytes: what a memory budget leaves for rows beside weights, prefill, kept states and
-            what attention unpacks.
+            what attention unpacks or gathers.
         cause: the flag that sets ``context_tokens``.
     """
 

@@ -14,7 +14,7 @@ from mlx_troupe.runtime.engine.executor import MLXDevice
 from mlx_troupe.runtime.engine.memory import MemoryLimits
 from mlx_troupe.runtime.engine.needs import fit
 from mlx_troupe.runtime.engine.opening import Options
-from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, TurboKV
+from mlx_troupe.runtime.kvschemes import PLAIN_KV, AffineKV, KVScheme, PagedKV, TurboKV
 
 pytestmark = pytest.mark.mlx
 GB = 10**9
@@ -45,12 +45,13 @@ def test_the_estimate_is_what_the_loaded_model_says(
         (AffineKV(8, 64), False, False),
         (AffineKV(8, 64), True, True),
         (PLAIN_KV, True, False),
+        (PagedKV(), False, True),
     ],
 )
 def test_what_attention_unpacks_is_estimated(
     kv: KVScheme, on_cuda: bool, unpacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain keys and values of two layers, where those that are kept cannot be multiplied."""
+    """Plain keys and values of two layers, where those that are kept cannot be used as they are."""
     path = make_checkpoint(tmp_path / "model", "llama", head_dim=64, num_hidden_layers=3)
     plain = fit(path, 8 * GB, dtype="keep")
     monkeypatch.setattr(codecs, "packed_products", lambda: not on_cuda)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..budgets import SAFE_SHARE, max_safe_context, prefill_bytes
 from ..errors import ModelError
@@ -83,14 +83,16 @@ def prefill_bytes_per_token(config: Mapping[str, Any]) -> int:
 def unpacked_bytes_per_token(plan: KVPlan, caches: Sequence[Any]) -> int:
     """Bytes that attention takes for each token of its rows beside their states, roughly.
 
+    It unpacks what is encoded, where that cannot be multiplied, and gathers what lies in blocks.
     ``caches``: plain ones that hold something, evaluated or not. Counted are two layers, the one
     that is attended to and the next: MLX lets more lie about only while that is little.
     """
-    pairs = zip(flatten(caches), plan.codecs, strict=True) if plan.encodes else ()
+    leaves = flatten(caches)
+    pairs = zip(leaves, plan.codecs or (None,) * len(leaves), strict=True)
     sizes = [
         sum(x.nbytes // x.shape[2] for x in PLAIN.stored_in(cache) or ())
         for cache, codec in pairs
-        if codec is not None and codec.unpacks
+        if (codec is not None and codec.unpacks) or (plan.block and type(cache) is KVCache)
     ]
     return sum(sorted(sizes)[-2:])
 
