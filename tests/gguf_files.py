@@ -50,6 +50,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> tuple[RawTen
     """A random quantized tensor and float32[rows, columns] of what it stands for."""
     rng = np.random.default_rng(seed)
     shape = (rows, columns // 32, 32)
+    values: np.ndarray[Any, Any]
     scale = rng.uniform(0.001, 0.1, (*shape[:2], 1)).astype("<f2")
     low = rng.uniform(-1, 0, (*shape[:2], 1)).astype("<f2")
     if kind == "Q8_0":
@@ -65,6 +66,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> tuple[RawTen
         else:
             parts = [scale.view(np.uint8), low.view(np.uint8), body]
             values = ints * wide + low.astype(np.float32)
+    values = values.astype(np.float32)
     data = np.concatenate(parts, axis=-1).tobytes()
     return RawTensor(kind, (rows, columns), data), values.reshape(rows, columns)
 
@@ -135,7 +137,7 @@ class GgufSpec:
 CONTROL, USER, BYTE = 3, 4, 6
 
 
-def byte_level_metadata(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
+def byte_level_metadata(pre: str = "smollm", /, **changes: Any) -> dict[str, Any]:
     """A byte-level BPE: two control tokens, all 256 bytes, a few words and their merges."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [chr(256 + index) for index in range(256 - len(printable))]

@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 FLIP = 0.3
 MOST_FLIPS = 4
 WINDOW = 16
-SCHEMES: dict[str, KVScheme] = {
+SCHEMES: dict[str, AffineKV | PerLayerKV | TurboKV] = {
     "affine8": AffineKV(8),
     "affine4": AffineKV(4),
     "config": PerLayerKV(),

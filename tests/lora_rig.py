@@ -39,7 +39,7 @@ def make_mlx_adapter(
     """An adapter with lively weights for a checkpoint, as ``mlx_lm.lora`` would leave it."""
     model = load_oracle(checkpoint)
     model.freeze()
-    parameters = {"rank": rank, "scale": scale, "dropout": 0.0}
+    parameters: dict[str, Any] = {"rank": rank, "scale": scale, "dropout": 0.0}
     if keys is not None:
         parameters["keys"] = list(keys)
     linear_to_lora_layers(model, layers, parameters, use_dora=dora)

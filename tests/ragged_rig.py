@@ -162,12 +162,9 @@ class Troupe:
         """Take a row over from another batch, with its text."""
         name = RowId(row)
         self.batch.adopt(name, other.batch)
-        for mine, theirs in (
-            (self.texts, other.texts),
-            (self.starts, other.starts),
-            (self.expected, other.expected),
-        ):
-            mine[name] = theirs[name]  # type: ignore[index]
+        self.texts[name] = other.texts[name]
+        self.starts[name] = other.starts[name]
+        self.expected[name] = other.expected[name]
 
 
 def hand_over(nursery: Troupe, batch: Troupe) -> None:

@@ -187,13 +187,13 @@ def pickle_it(path: Path) -> None:
     file.rename(path / "adapter_model.bin")
 
 
-def write_config(content: bytes) -> Callable[[Path], None]:
-    return lambda path: (path / "adapter_config.json").write_bytes(content) and None
+def write_config(content: bytes) -> Callable[[Path], object]:
+    return lambda path: (path / "adapter_config.json").write_bytes(content)
 
 
 LORA = {"rank": 3, "scale": 1.5}
 A = "model.layers.0.self_attn.q_proj.lora_a"
-BAD_MLX: dict[str, tuple[Callable[[Path], None], str]] = {
+BAD_MLX: dict[str, tuple[Callable[[Path], object], str]] = {
     "dora": (rewrite(fine_tune_type="dora"), "type 'dora'; only LoRA"),
     "full": (rewrite(fine_tune_type="full"), "type 'full'"),
     "magnitudes": (retensor({Q + ".m": mx.zeros((64,))}), "belongs to DoRA"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ async def test_rows_share_a_running_prefix_only_within_one_selection(
             await runtime.mount_adapter(name, write_adapter(folder / name, seed))
         async with trio.open_nursery() as nursery:
             for selection in [(), ("a", "b"), ("b", "a")] * 2:
-                nursery.start_soon(lambda s=selection: served(runtime, *PROMPT, adapters=s))
+                nursery.start_soon(partial(served, runtime, *PROMPT, adapters=selection))
         donors = {start.row: start for start in starts(device)}
         shared = [s for s in donors.values() if isinstance(s.source, FromRow)]
         assert len(shared) == 3
@@ -282,7 +283,7 @@ async def test_a_swap_between_queue_and_start_gives_weights_and_state_of_one_rev
             table.put(replace(info, id="sql"))
             return answer if moment == "found" else real(*args)
 
-        core.found = swap_then  # type: ignore[method-assign]
+        core.found = swap_then  # type: ignore[method-assign,assignment]
         end = await served(runtime, *PROMPT, adapters=("sql",))
         assert end.usage.cached_tokens == 0
         assert starts(device)[-1].adapters == (info.revision,)

@@ -303,7 +303,7 @@ IDS = tuple(range(100, 141))
 def test_the_nearest_of_both_tiers_explains(
     memory: Explanation,
     usable: int,
-    near: tuple[Near | None, ...],
+    near: tuple[Near | None, Near | None, Near | None],
     told: tuple[int, str | None],
 ) -> None:
     """Whoever shares most; no reason where all but the last token is served."""

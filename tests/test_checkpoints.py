@@ -105,8 +105,7 @@ async def test_what_is_written_is_never_old(
     """Behind no other write, and never more than the interval behind, however slow the disk is."""
     device = ScriptedDevice(MODELS[model], decode_seconds=1.0, prefill_token_seconds=0.0)
     disk = TimedDisk(seconds, slow=1000.0)
-    settings = {"batch": 8, "generation_checkpoint": EVERY}
-    async with company(device, disk=disk, **settings) as (runtime, _):
+    async with company(device, disk=disk, batch=8, generation_checkpoint=EVERY) as (runtime, _):
         runtime.checkpoints.every = EVERY
         # A state of no running row keeps its writer busy all the time.
         await Reader(900, 20).read(runtime)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -412,7 +413,7 @@ def test_no_verb_means_serve(
     asked: Asked, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only options, or nothing at all, serve the default model."""
-    seen: list[tuple[object, ...]] = []
+    seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(trio, "run", lambda function, *rest: seen.append((function, *rest)))
     assert invoke(*args).exit_code == 0
     function, settings, host, port, flags = seen[0]
@@ -428,7 +429,7 @@ def test_no_verb_means_serve(
 
 def test_flags_of_serve_reach_the_settings(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, aliases, repeated flags and variables."""
-    seen: list[tuple[object, ...]] = []
+    seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(trio, "run", lambda function, *rest: seen.append(rest))
     monkeypatch.setenv("MLX_TROUPE_SERVE_QUEUE", "7")
     flags = (

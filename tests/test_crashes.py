@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ async def test_too_many_scheduler_crashes_end_the_company(autojump_clock: object
                 await trio.sleep(0.5)
                 crashed = crash_once(runtime.cast.scheduler.core, "settled")
                 await until(crashed)
-                await until(lambda crowd=crowd: crowd.all_ended)
+                await until(partial(getattr, crowd, "all_ended"))
                 messages += crowd.errors()
             assert len(messages) == 30
             assert runtime.health().status == "failed"

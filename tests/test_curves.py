@@ -132,7 +132,7 @@ def test_what_is_forbidden_is_never_drawn(kit: Kit) -> None:
 @on_both
 def test_draws_follow_the_curve(kit: Kit) -> None:
     """Shares of 4,000 evenly spread numbers, rows with different curves in one group."""
-    x = np.float32([[0, -1, -2, -6, -8]] * 2)
+    x = np.array([[0, -1, -2, -6, -8]] * 2, np.float32)
     drawn = [Sampling(0.8, curve=FLAT), Sampling(1.2, curve=BENT)]
     rows = parameters_of(kit, drawn, kit.xp.array(np.ones(5, dtype=bool)))
     needs = needs_of(drawn[0], 5) | needs_of(drawn[1], 5)

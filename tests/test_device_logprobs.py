@@ -59,9 +59,8 @@ def decode(
     device.push()
     for step in range(tokens):
         last = step == tokens - 1
-        device.launch(
-            StepPlan(StepId(next(steps)), **({"end": rows} if last else {"decode": rows}))
-        )
+        step_id = StepId(next(steps))
+        device.launch(StepPlan(step_id, end=rows) if last else StepPlan(step_id, decode=rows))
         done = device.settle()
         assert not done.failed
         for sampled in done.sampled:

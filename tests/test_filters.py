@@ -70,7 +70,9 @@ def parameters(kit: Kit, sampling: Sampling, size: int = VOCAB) -> Parameters:
 def kept(kit: Kit, sampling: Sampling, logits: np.ndarray[Any, Any], number: float = 0.0) -> Any:
     """Ids that the row's chain leaves, by the path that looks at all of them."""
     rows, needs = parameters(kit, sampling), replace(needs_of(sampling, VOCAB), few=0)
-    left = kept_of_all(kit, needs, scores(kit, logits), rows, as_kit(kit, np.float32([[number]])))
+    left = kept_of_all(
+        kit, needs, scores(kit, logits), rows, as_kit(kit, np.array([[number]], np.float32))
+    )
     return set(range(VOCAB)) if left is None else set(np.flatnonzero(np.array(left)[0]).tolist())
 
 
@@ -136,7 +138,7 @@ def test_the_best_tokens_are_drawn_as_from_the_whole_vocabulary(
     allowed, x = kept(kit, sampling, logits), scores(kit, logits)
     needs, rows = needs_of(sampling, VOCAB), parameters(kit, sampling)
     for number in (0.0, 0.3, 0.999999):
-        numbers = as_kit(kit, np.float32([[number, 0.0]]))
+        numbers = as_kit(kit, np.array([[number, 0.0]], np.float32))
         assert int(choose(kit, needs, x, rows, numbers)[0]) in allowed
 
 
@@ -161,7 +163,9 @@ def test_a_pick_follows_its_weights(kit: Kit, size: int) -> None:
     weights[0, ::2] = 0
     reached = np.cumsum(weights[0].astype(np.float64)) / weights.sum(dtype=np.float64)
     for number in (0.0, 0.1, 0.5, 0.77, 1 - 2.0**-24):
-        index = int(pick(kit.xp, as_kit(kit, weights), as_kit(kit, np.float32([[number]])))[0, 0])
+        index = int(
+            pick(kit.xp, as_kit(kit, weights), as_kit(kit, np.array([[number]], np.float32)))[0, 0]
+        )
         assert weights[0, index] > 0
         assert reached[index] >= number - 1e-5
         assert index == 0 or reached[index - 1] <= number + 1e-5
@@ -233,7 +237,7 @@ def test_a_row_that_is_not_a_number_harms_nothing(kit: Kit) -> None:
         Sampling(1.0, hlg=Hlg()),
     ):
         needs, rows = needs_of(sampling, VOCAB), parameters(kit, sampling)
-        numbers = as_kit(kit, np.float32([[0.5, 0.0]]))
+        numbers = as_kit(kit, np.array([[0.5, 0.0]], np.float32))
         with np.errstate(all="ignore"):
             chosen = choose(kit, needs, as_kit(kit, broken), rows, numbers)
         assert 0 <= int(chosen[0]) < VOCAB

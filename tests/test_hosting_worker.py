@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import pytest
 import trio
@@ -77,19 +78,22 @@ class Rig:
         self.conductor.perform(Export(snapshot, first, count, Reply()))
         return self.events.pop()
 
+    def exported(self, first: int, count: int) -> tuple[HostLayer, ...]:
+        """What it says to one of the kept state."""
+        event = self.export(KEPT, first, count)
+        assert isinstance(event, Answered)
+        # What was asked for is not in its type.
+        return cast("tuple[HostLayer, ...]", event.value)
+
 
 async def test_a_state_leaves_in_slices_and_comes_back() -> None:
     """Two slices of a layer each are the whole; a row goes on from what was imported."""
     rig = Rig()
     layers: tuple[HostLayer, ...] = ()
     for first in (0, 1):
-        event = rig.export(KEPT, first, 1)
-        assert isinstance(event, Answered)
-        layers += event.value
-    end = rig.export(KEPT, 2, 1)
-    assert isinstance(end, Answered)
-    assert end.value == ()
-    reply: Reply[SnapshotMade] = Reply()
+        layers += rig.exported(first, 1)
+    assert rig.exported(2, 1) == ()
+    reply: Reply[SnapshotMade | None] = Reply()
     rig.conductor.perform(Import(StateSlice(BACK, HostState(3, layers)), reply))
     event = rig.events.pop()
     assert isinstance(event, Answered)
@@ -108,14 +112,13 @@ async def test_a_state_leaves_in_slices_and_comes_back() -> None:
 async def test_what_is_refused_breaks_nothing(window: int | None) -> None:
     """Unknown ids, used ids and states of another kind are told apart from a broken device."""
     rig = Rig(ScriptedDevice(ModelInfo("m", 100, 100, frozenset({0}), trim_window=window)))
-    event = rig.export(KEPT, 0, 9)
-    assert isinstance(event, Answered)
-    good = HostState(3, event.value)
+    layers = rig.exported(0, 9)
+    good = HostState(3, layers)
     assert isinstance(rig.export(BACK, 0, 9), Refused)
-    layer = replace(event.value[0], kind="other")
+    layer = replace(layers[0], kind="other")
     for snapshot, state in (
         (KEPT, good),
-        (BACK, HostState(3, event.value[:1])),
+        (BACK, HostState(3, layers[:1])),
         (BACK, HostState(3, (layer, layer))),
         (BACK, HostState(3, ())),
     ):
@@ -190,7 +193,7 @@ async def test_the_gpu_actor_answers_whoever_asked(
         stage.gpu.post(command)
     layers: Reply[tuple[HostLayer, ...]] = Reply()
     stage.gpu.post(Export(KEPT, 0, 99, layers))
-    made: Reply[SnapshotMade] = Reply()
+    made: Reply[SnapshotMade | None] = Reply()
     part = StateSlice(BACK, HostState(3, await layers.wait()), ("revision",))
     stage.gpu.post(Import(part, made))
     assert (await made.wait()).length == 3

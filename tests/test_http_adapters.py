@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ async def test_a_row_that_waits_for_an_unmounted_adapter_is_a_400(tmp_path: Path
 
         async with trio.open_nursery() as nursery:
             for start in range(4):
-                nursery.start_soon(lambda i=start: s.complete(prompt=[5 + i], max_tokens=30))
+                nursery.start_soon(partial(s.complete, prompt=[5 + start], max_tokens=30))
             await until(lambda: len(s.device.rows) == 4)
             nursery.start_soon(wait)
             await until(lambda: s.runtime.cast.scheduler.core.stats().waiting_rows)

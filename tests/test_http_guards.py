@@ -136,7 +136,7 @@ def test_origin_rules() -> None:
 async def test_routing_errors_are_json(method: str, path: str, status: int, code: str) -> None:
     """Unknown paths, wrong methods and unknown models are errors in the one shape."""
     client = create_app(ScriptedRuntime()).test_client()
-    reply = await client.open(path, method=method)
+    reply = await getattr(client, method.lower())(path)
     assert reply.status_code == status
     assert (await reply.get_json())["error"]["code"] == code
     if status == 405:

@@ -126,7 +126,7 @@ async def test_a_chat_has_an_entry_for_each_token(top: int | None) -> None:
     assert [e.model_dump() for e in streamed] == [e.model_dump() for e in entries]
 
 
-USER = {"role": "user", "content": "hi"}
+USER: dict[str, object] = {"role": "user", "content": "hi"}
 
 
 async def test_nobody_gets_what_he_did_not_ask_for() -> None:

@@ -64,7 +64,7 @@ async def test_metrics() -> None:
     await client.post(CHAT, json={**ASK, "stream": True})
     await client.post(CHAT, json={})
     await client.get("/nowhere/at/all")
-    text = (await (await client.get("/metrics")).get_data()).decode()
+    text = await (await client.get("/metrics")).get_data(as_text=True)
     for line in (
         'mlx_troupe_http_requests_total{route="/v1/chat/completions",status="200"} 2.0',
         'mlx_troupe_http_requests_total{route="/v1/chat/completions",status="400"} 1.0',

@@ -207,7 +207,7 @@ async def test_a_grammar_that_grows_too_large_in_mid_answer_is_a_400_by_name(
     async with company(scripted, tokenizer=ByteTokenizer()) as (runtime, _):
         client = create_app(runtime).test_client()
         response = await client.post(path, json=body)
-        text = (await response.get_data()).decode()
+        text = await response.get_data(as_text=True)
         assert response.status_code == (200 if stream else 400)
         *said_before, last = text.removesuffix("\n\n").split("\n\n")
         error = json.loads(last.removeprefix("data: "))["error"]

@@ -30,14 +30,14 @@ from mlx_troupe.runtime.engine.codecs import AffineCodec
 from mlx_troupe.runtime.engine.kvplan import KVPlan
 from mlx_troupe.runtime.engine.nesting import flatten
 from mlx_troupe.runtime.engine.snapshots import CannotCut, arrays_of, clone_all, compact, cut
-from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, TurboKV
+from mlx_troupe.runtime.kvschemes import AffineKV, KVScheme, PerLayerKV, TurboKV
 from mlx_troupe.runtime.plans import RowId
 
 pytestmark = pytest.mark.mlx
 
 
-def with_start(scheme: KVScheme, start: int) -> KVScheme:
-    return dataclasses.replace(scheme, start=start)  # type: ignore[type-var]
+def with_start(scheme: AffineKV | PerLayerKV | TurboKV, start: int) -> KVScheme:
+    return dataclasses.replace(scheme, start=start)
 
 
 def ragged_run(company: Company) -> None:

@@ -192,7 +192,7 @@ def test_kept_states_go_on_byte_for_byte(
     driver = drive(SCHEMES[scheme], family)
     ids = prompt(14)
     driver.start(A, ids)
-    rows = (A,)
+    rows: tuple[RowId, ...] = (A,)
     if batched:
         driver.start(B, prompt(30, seed=2))
         rows = (A, B)

@@ -44,9 +44,9 @@ def no_weights(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
-def index(text: str) -> Callable[[Path], None]:
+def index(text: str) -> Callable[[Path], object]:
     """Write a weight index."""
-    return lambda path: (path / "model.safetensors.index.json").write_text(text) and None
+    return lambda path: (path / "model.safetensors.index.json").write_text(text)
 
 
 def missing_shards(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import trio
@@ -144,7 +145,7 @@ async def test_several_requests_for_one_state_read_it_once(autojump_clock) -> No
     async with company(disk=disk) as (runtime, device):
         async with trio.open_nursery() as nursery:
             for last in (901, 902, 903):
-                nursery.start_soon(cached, runtime, *LONG, last)
+                nursery.start_soon(partial(cached, runtime, *LONG, last))
         assert figures(runtime)["restores"] == 1
         await settle(runtime)
         nothing_left(runtime, device)
@@ -207,7 +208,7 @@ async def test_a_broken_disk_fails_no_request_and_is_told_once(
             for _ in range(2):
                 async with trio.open_nursery() as nursery:
                     for last in range(800, 808):
-                        nursery.start_soon(cached, runtime, *LONG, last)
+                        nursery.start_soon(partial(cached, runtime, *LONG, last))
             await trio.sleep(10)
             assert figures(runtime)["faults"] > 0
             assert figures(runtime)["restores"] == 0

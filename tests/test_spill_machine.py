@@ -112,7 +112,7 @@ class Folder(RuleBasedStateMachine):
             assert {made for made in self.saved if self.store.has(made.key)} == before
         self.damaged = False
 
-    @precondition(lambda self: entry_files(self.folder))
+    @precondition(lambda self: bool(entry_files(self.folder)))
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         """A byte of a file changes."""
@@ -123,7 +123,7 @@ class Folder(RuleBasedStateMachine):
         path.write_bytes(content)
         self.damaged = self.rotten = True
 
-    @precondition(lambda self: entry_files(self.folder))
+    @precondition(lambda self: bool(entry_files(self.folder)))
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         """A file vanishes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.float32, "int6
 
 def host(array: np.ndarray, dtype: str) -> HostArray:
     """An array of NumPy's as a host array under the name of ``dtype``."""
-    data = memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b""
+    data = np.ascontiguousarray(array).data.cast("B") if array.size else b""
     return HostArray(dtype, array.shape, data)
 
 
@@ -131,9 +132,15 @@ def test_long_arrays_are_copied_in_pieces_and_whole() -> None:
 
 def plain(length: int, first: int = 0, **change: object) -> HostState:
     """A state of one layer with keys of ``length - first`` tokens."""
-    values = {"kind": "plain", "meta": (("bits", 4),), "dtype": "float32", "heads": 2, **change}
-    keys = numbered(str(values["dtype"]), (1, int(values["heads"]), length - first, 4), 0)
-    layer = HostLayer(str(values["kind"]), values["meta"], (keys,), (2,))
+    values: dict[str, Any] = {
+        "kind": "plain",
+        "meta": (("bits", 4),),
+        "dtype": "float32",
+        "heads": 2,
+        **change,
+    }
+    keys = numbered(values["dtype"], (1, values["heads"], length - first, 4), 0)
+    layer = HostLayer(values["kind"], values["meta"], (keys,), (2,))
     return HostState(length, (layer,), first)
 
 
@@ -197,7 +204,7 @@ def test_arrays_and_states_that_cannot_be_are_refused() -> None:
         ("float32", (2,), b"1234"),
         ("float33", (1,), b"1234"),
         ("uint8", (-4,), b"1234"),
-        ("float32", (1,), memoryview(np.zeros(1, np.float32))),
+        ("float32", (1,), np.zeros(1, np.float32).data),
     ):
         with pytest.raises(ValueError, match=r"no array|not of|flat"):
             HostArray(dtype, shape, data)

@@ -143,7 +143,7 @@ async def test_the_route_and_the_figures_of_a_whole_runtime(autojump_clock: obje
         disk.fault = None
         reply = await client.post(FLUSH)
         assert reply.status_code == 200
-        text = (await (await client.get("/metrics")).get_data()).decode()
+        text = await (await client.get("/metrics")).get_data(as_text=True)
         stats = (await (await client.get("/stats")).get_json())["ssd_cache"]
     assert stats["entries"] == stats["spills"] == 1
     assert stats["longest_durable_prefix_tokens"] == 103
@@ -161,7 +161,8 @@ async def test_the_route_and_the_figures_of_a_whole_runtime(autojump_clock: obje
 async def test_every_series_of_the_runtime_has_a_figure(autojump_clock: object) -> None:
     """One that is left out for a figure that has another name now would not be missed by anyone."""
     async with company(disk=ScriptedDisk()) as (runtime, _):
-        text = (await (await create_app(runtime).test_client().get("/metrics")).get_data()).decode()
+        reply = await create_app(runtime).test_client().get("/metrics")
+        text = await reply.get_data(as_text=True)
     told = {line.split()[0] for line in text.splitlines() if not line.startswith("#")}
     assert {name for name, _, _ in GAUGES} <= told
     assert {f"{name}_total" for name, _, _ in COUNTERS} <= told

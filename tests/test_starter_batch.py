@@ -51,10 +51,12 @@ def alone(model: object, prompt: tuple[int, ...], tokens: int) -> tuple[list[int
 @pytest.mark.starter
 def test_sixteen_rows_that_join_and_leave_say_what_each_says_alone(device: MLXDevice) -> None:
     """Rows of mixed lengths start in different steps, end at different times, share each step."""
-    steps, made = count(), {}
+    steps = count()
+    made: dict[RowId, list[int]] = {}
     wanted = {RowId(i): 6 + i % 7 for i in range(16)}
     prompts = {RowId(i): prompt_of(n) for i, n in enumerate(LENGTHS)}
-    waiting, running, widest = list(wanted), [], 0
+    waiting, widest = list(wanted), 0
+    running: list[RowId] = []
     while waiting or running:
         joining, waiting = waiting[:5], waiting[5:]
         starts = tuple(StartRow(r, prompts[r], Sampling(), Cold()) for r in joining)

@@ -18,7 +18,14 @@ from tokenizers import pre_tokenizers as pre
 
 from mlx_troupe.runtime.engine.tokenizer import load_tokenizer
 from mlx_troupe.runtime.errors import InvalidRequest, ModelError
-from mlx_troupe.runtime.requests import Channel, ChatPrompt, Message, TextDelta, TextPrompt
+from mlx_troupe.runtime.requests import (
+    Channel,
+    ChatPrompt,
+    Message,
+    Prompt,
+    TextDelta,
+    TextPrompt,
+)
 from mlx_troupe.runtime.text.detokenizer import (
     TableDetokenizer,
     WindowDetokenizer,
@@ -350,7 +357,8 @@ def test_a_prompt_has_one_beginning_token_and_never_two(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     builder = PromptBuilder(tokenizer, Provenance())
     (bos,) = tokenizer.encode("<s>", add_special_tokens=False)
-    prompts = [TextPrompt("hi"), TextPrompt("<s>hi"), ChatPrompt((Message("user", "hi"),))]
+    chat = ChatPrompt((Message("user", "hi"),))
+    prompts: list[Prompt] = [TextPrompt("hi"), TextPrompt("<s>hi"), chat]
     for prompt in prompts:
         ids = builder.build(prompt).ids
         assert ids[0] == bos

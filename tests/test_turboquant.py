@@ -179,8 +179,8 @@ def test_zeros_are_zeros() -> None:
     x = mx.zeros((2, 128))
     assert not mx.any(decoded_keys(x, 8)).item()
     assert not mx.any(decoded_values(x, 3)).item()
-    blank = tuple(mx.zeros(part.shape, part.dtype) for part in tq.encode_values(x, 3))
-    assert not mx.any(tq.decode_rotated_values(*blank, 3)).item()
+    codes, scales = (mx.zeros(part.shape, part.dtype) for part in tq.encode_values(x, 3))
+    assert not mx.any(tq.decode_rotated_values(codes, scales, 3)).item()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
