@@ -8,14 +8,13 @@ its cancellation, at any moment, posts one Cancel and ends its row before the ne
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 import trio
 
 from mlx_troupe.runtime.defaults import (
-    UNKNOWN_WINDOW,
     check_request,
     is_calm,
     resolve_sampling,
@@ -23,14 +22,12 @@ from mlx_troupe.runtime.defaults import (
     with_thinking,
 )
 from mlx_troupe.runtime.errors import (
-    ContextLengthExceeded,
     GenerationFailed,
     InvalidRequest,
     TroupeError,
     Unavailable,
     UnknownStream,
 )
-from mlx_troupe.runtime.grammars import Grammar, in_words
 from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.plans import RowId
 from mlx_troupe.runtime.requests import (
@@ -40,7 +37,6 @@ from mlx_troupe.runtime.requests import (
     Finished,
     FinishReason,
     GenerationRequest,
-    Prompt,
     Sampling,
     ScoredToken,
     TextDelta,
@@ -57,9 +53,6 @@ from mlx_troupe.runtime.scheduling.effects import (
     TokenMade,
 )
 from mlx_troupe.runtime.settings import Settings
-from mlx_troupe.runtime.text.grammar_sources import CannotCompile, Reasoning
-from mlx_troupe.runtime.text.matching import TokenMatcher
-from mlx_troupe.runtime.text.messages import with_instruction
 from mlx_troupe.runtime.text.prompts import BuiltPrompt
 from mlx_troupe.runtime.text.scores import scored_token
 from mlx_troupe.runtime.text.stream import TextStream
@@ -69,6 +62,7 @@ from .explaining import Explainer
 from .mailbox import Mailbox
 from .messages import Cancel, SchedulerMessage, Submit
 from .outbox import Outbox
+from .preparing import build, markers_of, prepare
 from .progress import Progress
 from .reply import Reply
 from .text_tools import TextTools
@@ -167,7 +161,9 @@ class RequestActor:
         sampling = resolve_sampling(
             self._request.sampling, self._tools.defaults, self._model, calm=calm
         )
-        built, matcher = await self._prepare()
+        ready = await prepare(self._request.prompt, self._request.grammar, self._tools, self._model)
+        built, matcher = ready.built, ready.matcher
+        self._shown, self.warnings = ready.shown, ready.warnings
         self._prompt_tokens = len(built.ids)
         limit = token_limit(
             self._prompt_tokens,
@@ -208,7 +204,7 @@ class RequestActor:
         named = request.ticket is not None or request.resume_key is not None
         if not named and not self._records.every:
             return None
-        markers = self._markers()
+        markers = markers_of(self._request.prompt, self._tools)
         reasoning = None if markers is None else (*markers, built.opens_reasoning)
         asked = Asked(built.ids, sampling, limit, reasoning, self._model.namespace, self._revisions)
         self._progress = Progress(self._records, request, asked)
@@ -240,52 +236,8 @@ class RequestActor:
         if self._explainer is not None:
             tokenizer = self._tools.tokenizer
             asked = replace(self._request, prompt=self._shown)
-            self._note = await self._explainer.explain(asked, ids, tokenizer, self._build)
-
-    async def _build(self, prompt: Prompt) -> BuiltPrompt:
-        return await self._tools.build(prompt, self._model.context_window or UNKNOWN_WINDOW)
-
-    async def _prepare(self) -> tuple[BuiltPrompt, TokenMatcher | None]:
-        """The prompt's ids, and what follows the answer through the request's grammar.
-
-        A grammar that cannot be compiled is asked for in words, where there is somebody to ask.
-        """
-        prompt, grammar = self._request.prompt, self._request.grammar
-        built = await self._build(prompt)
-        if grammar is None:
-            return built, None
-        markers = self._markers()
-        reasoning = None if markers is None else Reasoning(*markers, built.opens_reasoning)
-        try:
-            matcher = await self._tools.grammars.match(grammar, self._model, reasoning)
-            if matcher.unenforced:
-                left_out = ", ".join(matcher.unenforced)
-                self.warnings = (f"{grammar.param}: not enforced as format: {left_out}",)
-            return built, matcher
-        except CannotCompile as error:
-            self.warnings = (f"{grammar.param} is not enforced: {error}",)
-        if isinstance(prompt, ChatPrompt):
-            built = await self._ask_in_words(prompt, grammar, built)
-        return built, None
-
-    async def _ask_in_words(
-        self, prompt: ChatPrompt, grammar: Grammar, built: BuiltPrompt
-    ) -> BuiltPrompt:
-        """The prompt with an instruction, unless that takes more than half of the room left."""
-        messages = with_instruction(prompt.messages, in_words(grammar))
-        asked = replace(prompt, messages=messages)
-        room = (self._model.context_window or UNKNOWN_WINDOW) - len(built.ids)
-        with suppress(ContextLengthExceeded):
-            told = await self._build(asked)
-            if len(told.ids) - len(built.ids) <= room // 2:
-                self._shown = asked
-                return told
-        return built
-
-    def _markers(self) -> tuple[str, str] | None:
-        # A raw completion is one text: what it says about thinking is part of it.
-        chat = isinstance(self._request.prompt, ChatPrompt)
-        return self._tools.tokenizer.think_markers if chat else None
+            again = partial(build, tools=self._tools, model=self._model)
+            self._note = await self._explainer.explain(asked, ids, tokenizer, again)
 
     async def _submit(self, spec: RowSpec, send: trio.MemorySendChannel[RowEvent]) -> None:
         reply: Reply[None] = Reply()
@@ -297,7 +249,7 @@ class RequestActor:
         return TextStream(
             self._tools.tokenizer,
             stop=self._request.stop,
-            markers=self._markers(),
+            markers=markers_of(self._request.prompt, self._tools),
             opens_reasoning=built.opens_reasoning,
             eos_ids=stop_ids | self._model.eos_ids,
         )
