@@ -1,25 +1,22 @@
 """Prompts to token ids.
 
-Owns the rules by which messages are rendered (the merge rule is in ``messages``) and by which ids
-that the model generated earlier take the place of their text. Holds no state of its own: any
-thread may build, and long prompts are built off the event loop.
-
-A conversation that ends with an assistant turn is continued: the prompt ends with that turn's
-text, where the template renders it, and no new turn is opened.
+Owns the rules by which ids that the model generated earlier take the place of their text; how
+messages become text is in ``forms`` and ``messages``. Holds no state of its own: any thread may
+build, and long prompts are built off the event loop.
 """
 
 from __future__ import annotations
 
-import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ..errors import InvalidRequest
 from ..requests import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from .forms import Form, first_that_renders, new_mark, render
 from .lengths import check_length, check_messages
-from .messages import Messages, as_dicts, has_calls, has_scattered_system, shapes
+from .messages import Messages, has_calls
 from .provenance import Provenance
 from .tokenizer import TemplateError, Tokenizer
 
@@ -60,15 +57,6 @@ class BuiltPrompt:
     def count(self) -> int:
         """Number of prompt tokens."""
         return len(self.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """One way to hand messages to a template."""
-
-    messages: Messages
-    object_arguments: bool
-    kwargs: Mapping[str, object]
 
 
 class PromptBuilder:
@@ -114,7 +102,7 @@ class PromptBuilder:
     def _build_chat(self, prompt: ChatPrompt, room: int) -> BuiltPrompt:
         self._check_chat(prompt)
         check_messages(len(prompt.messages), room)
-        form, text = self._first_that_renders(prompt)
+        form, text = first_that_renders(self._tokenizer, prompt)
         _check_unicode(text, param="messages")
         self._check_length(text, room, param="messages")
         ids = self._spliced(form, text)
@@ -139,42 +127,7 @@ class PromptBuilder:
                     f"{name!r} is not a setting of a chat template.", param="chat_template_kwargs"
                 )
 
-    def _first_that_renders(self, prompt: ChatPrompt) -> tuple[_Form, str]:
-        """The first form that the template takes and that loses no system message."""
-        refusal: TemplateError | None = None
-        incomplete: tuple[_Form, str] | None = None
-        for form in _forms(prompt):
-            try:
-                text = self._render(form)
-            except TemplateError as error:
-                refusal = refusal or error
-                continue
-            if not _loses_system(form.messages, text):
-                return form, text
-            incomplete = incomplete or (form, text)
-        if incomplete is not None:
-            return incomplete
-        raise InvalidRequest(str(refusal), param="messages", code="chat_template") from refusal
-
-    def _render(self, form: _Form) -> str:
-        last = form.messages[-1]
-        if last.role != "assistant" or has_calls(last) or not last.content:
-            return self._rendered(form, form.messages, add_generation_prompt=True)
-        mark = _mark()
-        marked = (*form.messages[:-1], replace(last, content=last.content + mark))
-        text = self._rendered(form, marked, add_generation_prompt=False)
-        if text.count(mark) != 1:
-            raise TemplateError("The model's chat template cannot continue an assistant message.")
-        return text.partition(mark)[0]
-
-    def _rendered(self, form: _Form, messages: Messages, *, add_generation_prompt: bool) -> str:
-        return self._tokenizer.render(
-            as_dicts(messages, object_arguments=form.object_arguments),
-            add_generation_prompt=add_generation_prompt,
-            **form.kwargs,
-        )
-
-    def _spliced(self, form: _Form, text: str) -> tuple[int, ...] | None:
+    def _spliced(self, form: Form, text: str) -> tuple[int, ...] | None:
         """Ids with remembered answers in place of their text, or None to encode plainly.
 
         Answers are rendered as unique marks; where putting the texts back gives the ordinary
@@ -183,9 +136,11 @@ class PromptBuilder:
         known = self._remembered(form.messages)
         if not known:
             return None
-        marks = {index: _mark() for index in known}
+        marks = {index: new_mark() for index in known}
         try:
-            marked = self._render(replace(form, messages=_with_marks(form.messages, marks)))
+            marked = render(
+                self._tokenizer, replace(form, messages=_with_marks(form.messages, marks))
+            )
         except TemplateError:
             return None
         found: list[int] = []
@@ -259,37 +214,11 @@ class PromptBuilder:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def _forms(prompt: ChatPrompt) -> Iterator[_Form]:
-    """All forms to try: few templates need the later ones, so the first is nearly always used.
-
-    Some templates iterate over ``tools`` without asking whether there are any, and some append a
-    call's arguments to a string.
-    """
-    plain = dict(prompt.template_kwargs)
-    settings = [plain] if "tools" in plain else [plain, {**plain, "tools": []}]
-    arguments = (True, False) if any(map(has_calls, prompt.messages)) else (True,)
-    for messages in shapes(prompt.messages):
-        for object_arguments in arguments:
-            for kwargs in settings:
-                yield _Form(messages, object_arguments, kwargs)
-
-
-def _loses_system(messages: Messages, text: str) -> bool:
-    return has_scattered_system(messages) and not all(
-        m.content.strip() in text for m in messages if m.role == "system"
-    )
-
-
 def _with_marks(messages: Messages, marks: Mapping[int, str]) -> Messages:
     def marked(index: int, message: Message) -> Message:
         return replace(message, content=marks[index]) if index in marks else message
 
     return tuple(marked(index, message) for index, message in enumerate(messages))
-
-
-def _mark() -> str:
-    """A word that no text contains and that templates leave alone."""
-    return f"mark{secrets.token_hex(12)}"
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str]:
