@@ -45,7 +45,7 @@ from mlx_troupe.runtime.requests import (
     SamplingRequest,
     TokenPrompt,
 )
-from mlx_troupe.runtime.scheduling.core import PIPELINE
+from mlx_troupe.runtime.scheduling.pipeline import PIPELINE
 from mlx_troupe.runtime.scheduling.turns import most_steps
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.testing import EOS, ByteTokenizer

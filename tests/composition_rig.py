@@ -39,7 +39,7 @@ from mlx_troupe.runtime.requests import (
     TextDelta,
     TokenPrompt,
 )
-from mlx_troupe.runtime.scheduling.core import PIPELINE
+from mlx_troupe.runtime.scheduling.pipeline import PIPELINE
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.text.testing import ByteTokenizer
 

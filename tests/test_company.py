@@ -252,7 +252,7 @@ async def test_a_disconnect_ends_the_row_before_the_next_step(
         nursery.start_soon(client)
         await until(reached)
         row = max(core._rows)
-        planned = core._steps[-1].plan.step
+        planned = core._steps.ids[-1]
         scope.cancel()
         await trio.sleep(5)
         later = [plan for plan in device.plans if plan.step > planned]

@@ -17,8 +17,8 @@ from mlx_troupe.actors import text_tools
 from mlx_troupe.actors.testing import ScriptedDevice
 from mlx_troupe.runtime.model_info import ModelInfo
 from mlx_troupe.runtime.plans import RowId, StepPlan
-from mlx_troupe.runtime.scheduling.core import PIPELINE
 from mlx_troupe.runtime.scheduling.effects import RowSpec
+from mlx_troupe.runtime.scheduling.pipeline import PIPELINE
 from mlx_troupe.runtime.scheduling.rows import Phase, Row
 from mlx_troupe.runtime.scheduling.turns import goes_before, most_steps, share
 

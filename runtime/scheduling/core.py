@@ -7,7 +7,6 @@ it does not know text, arrays, or who is listening.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
@@ -31,13 +30,11 @@ from .effects import (
 )
 from .endings import begin, can_start_over, donor_of, end, start_over, take_token
 from .keeps import Keeps
-from .planning import Planned, Planner
+from .pipeline import PIPELINE, Pipeline, give_back
+from .planning import Planner
 from .reserve import Reserve, youngest_waiting
 from .rows import Phase, Row, lease_back
 from .tally import Tally
-
-PIPELINE = 2
-"""Steps under way at most: one running and one queued."""
 
 
 class SchedulerCore:
@@ -76,7 +73,7 @@ class SchedulerCore:
         self._admission = Admission(
             batch=batch, queue=queue, reserve=self._reserve, resolve=resolve
         )
-        self._steps: deque[Planned] = deque()
+        self._steps = Pipeline()
         self._keeps = Keeps(cache=cache)
         self._numbers = 0
         self.sizer = ChunkSizer()
@@ -142,10 +139,10 @@ class SchedulerCore:
 
     def settled(self, done: StepDone) -> tuple[Effect, ...]:
         """A step's results. Those of a step that this core did not launch are ignored."""
-        if not self._steps or self._steps[0].plan.step != done.step:
+        planned = self._steps.settle(done)
+        if planned is None:
             made = (kept for kept in done.kept if isinstance(kept, SnapshotMade))
             return tuple(Discard(kept.snapshot) for kept in made)
-        planned = self._steps.popleft()
         self._tally.steps += 1
         self.sizer.saw(
             prefilled=planned.prefilled,
@@ -154,10 +151,7 @@ class SchedulerCore:
             pairs=planned.pairs,
         )
         lost = {failed.row for failed in done.failed}
-        effects: list[Effect] = [
-            ReturnLease(lent.lease, taken=lent.row is not None and lent.row not in lost)
-            for lent in planned.leases
-        ]
+        effects: list[Effect] = [*give_back(planned, lost)]
         self._orphan(lost)
         for failed in done.failed:
             if (row := self._row_in(done.step, failed.row)) is not None:
@@ -180,11 +174,8 @@ class SchedulerCore:
             if row.phase is not Phase.ENDING:
                 self._tally.failed += 1
                 effects.append(RowBroken(row.id, reason))
-        for planned in self._steps:
-            effects += [ReturnLease(lent.lease) for lent in planned.leases]
-        self._steps.clear()
         self._keeps.clear()
-        return tuple(effects)
+        return (*effects, *self._steps.lose())
 
     def cache_lost(self) -> None:
         """What the prefix cache lent is about to be released: rows not yet started forget it."""
@@ -217,7 +208,7 @@ class SchedulerCore:
 
     def plan(self) -> tuple[StepPlan, tuple[Effect, ...]] | None:
         """The next step, or None when there is nothing to do or the pipeline is full."""
-        if self.model is None or len(self._steps) >= PIPELINE:
+        if self.model is None or self._steps.is_full:
             return None
         if self._steps and not self.model.launches_ahead and self._prefills():
             return None
@@ -227,7 +218,7 @@ class SchedulerCore:
             planned = self._planner.plan(self._live(), self.model, self._new_step)
         if planned is None:
             return None
-        self._steps.append(planned)
+        self._steps.begin(planned)
         for keep in planned.keeps:
             self._keeps.begin(keep)
         for start in planned.plan.start:
@@ -313,7 +304,7 @@ class SchedulerCore:
 
     def _row_failed(self, row: Row, failed: RowFailed, step: StepId) -> Iterator[Effect]:
         if can_start_over(row):
-            start_over(row, (step, *(planned.plan.step for planned in self._steps)))
+            start_over(row, (step, *self._steps.ids))
             return
         del self._rows[row.id]
         yield from lease_back(row)

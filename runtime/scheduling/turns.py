@@ -38,7 +38,7 @@ def most_steps(own: int, ahead: Iterable[int], budget: int) -> int:
             too, and older ones that are less than twice as long; or else all older ones.
         budget: tokens of the smallest step on the way.
 
-    Beside these it may wait for the steps under way when it comes (``core.PIPELINE``), for one
+    Beside these it may wait for the steps under way when it comes (``pipeline.PIPELINE``), for one
     step where the state of its prompt is copied before it changes, and for one for each row that
     waits for a prefix, since chunks end where prefixes part.
     """
