@@ -118,6 +118,20 @@ def test_other_ropes_are_left_to_their_modules(tmp_path: Path) -> None:
             troupe.step()
 
 
+def test_norms_that_differ_stay_apart(tmp_path: Path) -> None:
+    """Keys with another epsilon than queries, and a norm of another kind, each in one layer."""
+
+    class OwnNorm(nn.RMSNorm):
+        pass
+
+    model: Any = load_oracle(make_checkpoint(tmp_path / "m", "qwen3"))
+    model.layers[0].self_attn.k_norm.eps = 1.0
+    model.layers[1].post_attention_layernorm.__class__ = OwnNorm
+    fuse_projections(model)
+    fuse_blocks(model)
+    assert parts(model) == {"block": 2, "normed-attention": 2, "feed-forward": 3}
+
+
 def test_a_step_takes_fewer_operations(tmp_path: Path) -> None:
     """Even without kernels: a layer's views go."""
     ids = mx.array([prompt(1)])

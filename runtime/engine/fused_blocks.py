@@ -206,7 +206,10 @@ def _followers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _has_plain_norms(module: nn.Module, base: Any) -> bool:
-    return all(_is_plain(module.get(name)) for name in base.norms)
+    norms: list[Any] = [module.get(name) for name in base.norms]
+    # One kernel normalises queries and keys, with one epsilon.
+    apart = issubclass(base, _FusedAttention) and len({getattr(n, "eps", 0) for n in norms}) > 1
+    return all(map(_is_plain, norms)) and not apart
 
 
 def _is_plain(norm: Any) -> bool:
