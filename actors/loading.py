@@ -10,8 +10,9 @@ from collections.abc import Callable
 from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device
-from mlx_troupe.runtime.engine.blas import ensure_fast_blas
+from mlx_troupe.runtime.engine.blas import ensure_fast_blas, set_ptx_cache
 from mlx_troupe.runtime.settings import Settings
+from mlx_troupe.runtime.store.paths import ptx_dir
 from mlx_troupe.runtime.text.prompts import PromptBuilder
 from mlx_troupe.runtime.text.provenance import Provenance
 from mlx_troupe.runtime.text.scores import newline_ids
@@ -72,10 +73,13 @@ def text_tools(settings: Settings, tokenizer: Tokenizer, grammars: GrammarTools)
 def import_engine() -> None:
     """Import MLX with a fast BLAS in front of it, on a thread that lasts.
 
+    What its CUDA build compiles is kept for the next start.
+
     Later imports find MLX's own BLAS bound for good; and a thread that imported MLX and then ends
     can abort the process at its exit (``actors/threads.py``).
     """
     ensure_fast_blas()
+    set_ptx_cache(ptx_dir())
     import mlx_troupe.runtime.engine.executor
     import mlx_troupe.runtime.engine.tokenizer  # noqa: F401
 

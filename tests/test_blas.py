@@ -17,6 +17,7 @@ import pytest
 
 from mlx_troupe.runtime.engine import blas
 from mlx_troupe.runtime.engine.blas import BlasReport, better_core, set_ptx_cache, usable_cores
+from mlx_troupe.runtime.store.paths import ptx_dir
 
 REPORT = """
 import dataclasses, json, sys
@@ -178,3 +179,16 @@ def test_the_kernel_cache_folder_is_set_once(
     assert os.environ["MLX_PTX_CACHE_DIR"] == str(tmp_path / "ptx")
     assert (tmp_path / "ptx").is_dir()
     assert set_ptx_cache(tmp_path / "other") == tmp_path / "ptx"
+
+
+@pytest.mark.mlx
+def test_the_engine_keeps_kernels_beside_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing the engine names our folder; else MLX compiles them anew after each reboot."""
+    from mlx_troupe.actors.loading import import_engine
+
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
+    monkeypatch.setenv("MLX_TROUPE_CACHE", str(tmp_path))
+    import_engine()
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(ptx_dir())

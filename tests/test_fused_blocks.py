@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,14 @@ def test_norms_that_differ_stay_apart(tmp_path: Path) -> None:
     assert parts(model) == {"block": 2, "normed-attention": 2, "feed-forward": 3}
 
 
+def test_layers_that_are_no_modules_are_passed_by(tmp_path: Path) -> None:
+    """A list of layers may hold functions."""
+    model, made = fused_model(tmp_path)
+    model.head = nn.Sequential(nn.Linear(4, 4), nn.gelu)
+    assert unfuse_blocks(model) == made
+    assert fuse_blocks(model) == made
+
+
 def test_a_step_takes_fewer_operations(tmp_path: Path) -> None:
     """Even without kernels: a layer's views go."""
     ids = mx.array([prompt(1)])
@@ -156,6 +165,14 @@ def _block_that_subtracts(self: Any, x: Any, mask: Any = None, cache: Any = None
     return out
 
 
+def _doubled(call: Any) -> Any:
+    @functools.wraps(call)
+    def doubled(self: Any, *inputs: Any) -> Any:
+        return call(self, *inputs) * 2
+
+    return doubled
+
+
 # fmt: off
 def _block_in_another_hand(
         self, x: object,
@@ -177,6 +194,8 @@ def test_what_a_class_does_is_told_by_its_words() -> None:
     for call, same in ((_block_that_subtracts, False), (_block_in_another_hand, True)):
         kind = type("Block", (nn.Module,), {"__call__": call})
         assert (source_digest(kind) == known) is same
+    wrapped = type("Block", (nn.Module,), {"__call__": _doubled(llama.TransformerBlock.__call__)})
+    assert source_digest(wrapped) == ""
     namespace: dict[str, Any] = {}
     exec("def call(self, x): return x", namespace)
     assert source_digest(type("Block", (nn.Module,), {"__call__": namespace["call"]})) == ""

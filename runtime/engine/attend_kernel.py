@@ -10,7 +10,6 @@ Pure; ``kernels`` owns their shapes. On the device thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -210,12 +209,10 @@ _JOIN = """
 @cache
 def attend_kernel(scale: float, *, joined: bool) -> Callable[..., Any]:
     """The kernel of a chunk; ``joined``: for parts that :func:`join_kernel` joins."""
-    mantissa, exponent = math.frexp(scale)
-    name = f"troupe_attend_{mantissa:.9f}_{exponent}_{joined}".replace(".", "_").replace("-", "m")
     outputs = ["out", "out_tops", "out_totals"] if joined else ["out"]
     header = f"#define SCALE {scale!r}f\n#define JOINED {int(joined)}\n"
     inputs = ["queries", "keys", "values", "offsets", "own_keys", "own_values", "sizes"]
-    return make_kernel(name, inputs, outputs, _ATTEND, header)
+    return make_kernel("troupe_attend", inputs, outputs, _ATTEND, header)
 
 
 @cache

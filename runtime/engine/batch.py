@@ -119,7 +119,8 @@ class RowBatch:
         """Take a row over from another batch of the same model, which it leaves.
 
         The bytes are copied by the next :meth:`begin`, straight from slot to slot; until then
-        ``source`` must not be stepped, or it copies what it writes. Raises ValueError for a row
+        ``source`` must not be stepped, or it copies what it writes (where it writes in place, they
+        are copied now, once more). Raises ValueError for a row
         that is here and KeyError for one that is not there.
         """
         length = source.length(row)
@@ -153,9 +154,9 @@ class RowBatch:
     def export(self, row: RowId, length: int) -> list[Any]:
         """Fresh mlx-lm caches with the first ``length`` tokens of a row: exact-length copies.
 
-        They are not evaluated yet; evaluate them before the next step is, or its first write to
-        the row's group copies that group. Raises CannotTrim, KeyError for a stranger and
-        ValueError for more tokens than the row holds.
+        They are not evaluated yet, but begun where steps write in place; else evaluate them before
+        the next step is, or its first write to the row's group copies that group. Raises
+        CannotTrim, KeyError for a stranger and ValueError for more tokens than the row holds.
         """
         if not 0 <= length <= self._groups.length(row):
             raise ValueError(f"row {row} holds {self._groups.length(row)} tokens, not {length}")

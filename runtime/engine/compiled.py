@@ -2,12 +2,11 @@
 
 Building the graph of a step takes Python longer than a large GPU takes to run it. Here the step is
 traced once for each shape of the batch (its groups and their slots) and then only replayed: tokens,
-offsets and all buffers go in, logits and the new buffers come out, and as nobody else holds the old
-buffers they are written in place. Spare slots take part as rows of their own, so that rows come and
-go without a new shape. Adapters go in as arrays too, their weights and each row's share of them, so
-that a trace serves whatever is mounted and whoever takes it; steps without any have traces of their
-own, in which nothing of adapters is computed. Owns the traces; runs on the device thread; knows no
-rows and no requests.
+offsets and all buffers go in, logits and the buffers come out. Spare slots take part as rows of
+their own, so that rows come and go without a new shape. Adapters go in as arrays too, their weights
+and each row's share of them, so that a trace serves whatever is mounted and whoever takes it; steps
+without any have traces of their own, in which nothing of adapters is computed. Owns the traces;
+runs on the device thread; knows no rows and no requests.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ class CompiledDecode:
         self._model = model
         self._batch = batch
         self._adapters = adapters
-        batch.written_in_place = True
+        # On Metal one stream is no order: a copy waits only for outputs that MLX knows of.
+        batch.written_in_place = not mx.metal.is_available()
         self._mixture: Mixture | None = None
         self._seen: dict[Shape, int] = {}
         self._traces: OrderedDict[Shape, Trace] = OrderedDict()
@@ -121,7 +121,8 @@ class CompiledDecode:
         ) -> tuple[mx.array, list[list[mx.array]]]:
             held = [layer.arrays for layer in layers]
             _put(layers, state)
-            shared = TracedStep(tuple(segments), offsets)
+            in_place = self._batch.written_in_place
+            shared = TracedStep(tuple(segments), offsets, in_place=in_place)
             caches = nest([layer.cache(shared) for layer in layers], self._batch.nesting)
             mixture = self._mixture
             try:

@@ -29,6 +29,7 @@ from . import fused_kernels
 from .attention import AttentionView, window_of
 from .fused_kernels import Rotation
 from .fusing import JointProduct, product_of
+from .positions import RowsRoPE
 
 
 class Ahead:
@@ -162,15 +163,17 @@ def unfuse_blocks(model: nn.Module) -> int:
 def source_digest(kind: Any) -> str:
     """Of the parameters and the words of what a class does when called, formatting aside.
 
-    Empty where there is no source.
+    Empty where there is no source, or where it is not all that is done.
     """
     call: Any = kind.__call__
+    if hasattr(call, "__wrapped__"):
+        return ""
     try:
         source = textwrap.dedent(inspect.getsource(call))
-    except (OSError, TypeError):
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        words = iter([token.string for token in tokens if token.type in _WORDS])
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return ""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    words = iter([token.string for token in tokens if token.type in _WORDS])
     depth = 0
     for word in words:
         depth += (word in "([{") - (word in ")]}")
@@ -200,9 +203,14 @@ def _followers(model: nn.Module) -> dict[int, nn.Module]:
         layers = module.get("layers")
         if not isinstance(layers, list):
             continue
-        norms = [*(layer.get("input_layernorm") for layer in layers[1:]), module.get("norm")]
+        norms = [*(_child(layer, "input_layernorm") for layer in layers[1:]), module.get("norm")]
         found |= {id(b): n for b, n in zip(layers, norms, strict=True) if _is_plain(n)}
     return found
+
+
+def _child(layer: Any, name: str) -> Any:
+    """Layers of a list need not be modules."""
+    return layer.get(name) if isinstance(layer, nn.Module) else None
 
 
 def _has_plain_norms(module: nn.Module, base: Any) -> bool:
@@ -256,7 +264,7 @@ def _split_heads(
 
 def rotation_of(rope: Any) -> Rotation | None:
     """What a module does to heads, if it is one of those that only call ``mx.fast.rope``."""
-    if isinstance(rope, nn.RoPE):
+    if type(rope) in (nn.RoPE, RowsRoPE):
         return Rotation(rope.dims, rope.traditional, rope.base, rope.scale)
     if type(rope) is Llama3RoPE:
         return Rotation(rope.dims, rope.traditional, None, 1.0, rope._freqs)

@@ -46,7 +46,8 @@ class KVLayout:
         self.ring = None if window is None else window + SLACK
         self.codec = codec
         self.buffers: dict[GroupKey, Stored] = {}
-        self._unwritten: dict[GroupKey, Stored] = {}
+        self._beside: dict[GroupKey, Stored] = {}
+        self._put: set[GroupKey] = set()
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -55,7 +56,8 @@ class KVLayout:
 
     def put_arrays(self, arrays: Sequence[mx.array]) -> None:
         """Replace every buffer by one of the same shape, in the order of :attr:`arrays`."""
-        self._unwritten.clear()
+        self._beside.clear()
+        self._put.clear()
         rest = iter(arrays)
         for group in sorted(self.buffers):
             self.buffers[group] = tuple(next(rest) for _ in self.buffers[group])
@@ -179,20 +181,25 @@ class KVLayout:
         """Nothing to do: what lies behind a row's length is overwritten."""
 
     def write(self, step: Step, keys: mx.array, values: mx.array) -> None:
-        """Put a step's new tokens ([B, heads, columns, width]) behind each row's last."""
+        """Put a step's new tokens ([B, heads, columns, width]) behind each row's last.
+
+        In place they stay beside the buffers until the step has attended to them.
+        """
         for segment in step.segments:
             share = (_share(segment, x) for x in (keys, values))
             new = self.codec_of(segment.group).encode(*share)
             if step.in_place and self.ring is None and self.codec_of(segment.group) is PLAIN:
-                self._unwritten[segment.group] = new
+                self._beside[segment.group] = new
             else:
                 self._put_down(step, segment, new)
 
     def finish(self, step: Step) -> None:
-        """Write what the step has not attended to."""
+        """Write what no kernel has: the end of a traced step."""
         for segment in step.segments:
-            if (new := self._unwritten.pop(segment.group, None)) is not None:
+            new = self._beside.pop(segment.group, None)
+            if new is not None and segment.group not in self._put:
                 self._put_down(step, segment, new)
+        self._put.clear()
 
     def _put_down(self, step: Step, segment: Segment, new: Stored) -> Stored:
         buffers = self.buffers.get(segment.group)
@@ -232,13 +239,15 @@ class KVLayout:
         stored = self.buffers[segment.group]
         depth, rows = stored[0].shape[2], len(segment.lengths)
         reach = Reach(step, segment, step.used(segment, depth), self.ring, window)
-        if (own := self._unwritten.pop(segment.group, None)) is not None:
-            keys, values = stored
-            if sinks is None and softcap is None and kernels.fits(queries, keys, values):
+        if (beside := self._beside.get(segment.group)) is not None:
+            (keys, values), own = stored, (beside[0], beside[1])
+            if sinks is None and softcap is None and kernels.fits(queries, keys, values, own):
+                # Layers that share these take them from beside as well, and put them again.
+                self._put.add(segment.group)
                 return kernels.ragged_attention(
-                    queries, keys, values, reach.offsets(), scale, None, window, (own[0], own[1])
+                    queries, keys, values, reach.offsets(), scale, None, window, own
                 )
-            stored = self._put_down(step, segment, own)
+            stored = self._put_down(step, segment, self._beside.pop(segment.group))
         if (rows, reach.used) != (stored[0].shape[0], depth):
             stored = tuple(x[:rows, :, : reach.used] for x in stored)
         codec = self.codec_of(segment.group)

@@ -97,10 +97,11 @@ class TracedStep(Step):
     from the offsets, on the device.
     """
 
-    in_place = True
-
-    def __init__(self, segments: tuple[Segment, ...], offsets: mx.array) -> None:
+    def __init__(
+        self, segments: tuple[Segment, ...], offsets: mx.array, *, in_place: bool = False
+    ) -> None:
         super().__init__(segments, 1)
+        self.in_place = in_place
         self.offsets = offsets
         self.on_cpu = False
 
