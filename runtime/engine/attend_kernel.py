@@ -1,6 +1,6 @@
 """The body of the decode attention kernels, and of the one that joins their parts.
 
-A block takes ``chunk`` slots of one row's key head for up to ``SHARE`` of its query heads. A few
+A block takes ``CHUNK`` slots of one row's key head for up to ``SHARE`` of its query heads. A few
 lanes take a slot's key and value with one load each, several slots at once, and keep a softmax of
 their own in powers of two, with the weighted sum of the values; at the end all are rescaled to the
 largest maximum and added up. With more than one chunk a second kernel joins the parts likewise.
@@ -29,7 +29,6 @@ _ATTEND = """
     SHARED float tops[WARPS * SHARE];
     SHARED float totals[WARPS * SHARE];
 
-    const int depth = sizes[0], chunk = sizes[1], splits = sizes[2];
     const int split = BLOCK_X;
     const int kv_head = BLOCK_Y / SHARES;
     const int first_head = BLOCK_Y % SHARES * SHARE;
@@ -39,14 +38,14 @@ _ATTEND = """
     const int lane = TID % LANES;
     const int warp = TID / 32;
     const int offset = offsets[row];
-    const int first = split * chunk;
-    const int filled = offset + 1 < depth ? offset + 1 : depth;
-    const int count = filled - first < chunk ? filled - first : chunk;
+    const int first = split * CHUNK;
+    const int filled = offset + 1 < DEPTH ? offset + 1 : DEPTH;
+    const int count = filled - first < CHUNK ? filled - first : CHUNK;
     if (count <= 0) {
 #if JOINED
         if (TID < valid) {
-            out_tops[(head + TID) * splits + split] = NEVER;
-            out_totals[(head + TID) * splits + split] = 0.0f;
+            out_tops[(head + TID) * SPLITS + split] = NEVER;
+            out_totals[(head + TID) * SPLITS + split] = 0.0f;
         }
 #endif
         return;
@@ -65,7 +64,7 @@ _ATTEND = """
         total[r] = 0.0f;
     }
 
-    const size_t base = (size_t(kv_head) * depth + first) * D + lane * V;
+    const size_t base = (size_t(kv_head) * DEPTH + first) * D + lane * V;
     for (int start = TID / LANES; start - TID / LANES < count; start += GROUPS * AT_ONCE) {
         Pack<T, V> k[AT_ONCE * LOADS], v[AT_ONCE * LOADS];
         for (int u = 0; u < AT_ONCE; ++u) {
@@ -172,7 +171,7 @@ _ATTEND = """
             float made = 0.0f;
             for (int w = 0; w < WARPS; ++w) made += parts[w * D + i];
 #if JOINED
-            out[(size_t(head + r) * splits + split) * D + i] = made;
+            out[(size_t(head + r) * SPLITS + split) * D + i] = made;
 #else
             out[size_t(head + r) * D + i] = static_cast<T>(made / sum);
 #endif
@@ -180,26 +179,25 @@ _ATTEND = """
         BARRIER;
 #if JOINED
         if (TID == 0) {
-            out_tops[(head + r) * splits + split] = largest;
-            out_totals[(head + r) * splits + split] = sum;
+            out_tops[(head + r) * SPLITS + split] = largest;
+            out_totals[(head + r) * SPLITS + split] = sum;
         }
 #endif
     }
 """
 
 _JOIN = """
-    const int splits = sizes[2];
     const int head = BLOCK_X;
     float largest = NEVER;
-    for (int s = 0; s < splits; ++s) largest = MAX(largest, tops[head * splits + s]);
+    for (int s = 0; s < SPLITS; ++s) largest = MAX(largest, tops[head * SPLITS + s]);
     float sum = 0.0f;
     float acc = 0.0f;
 #pragma unroll 4
-    for (int s = 0; s < splits; ++s) {
-        const float here = tops[head * splits + s];
-        const float part = parts[(size_t(head) * splits + s) * D + TID];
+    for (int s = 0; s < SPLITS; ++s) {
+        const float here = tops[head * SPLITS + s];
+        const float part = parts[(size_t(head) * SPLITS + s) * D + TID];
         const float share = here == NEVER ? 0.0f : EXP2(here - largest);
-        sum += share * totals[head * splits + s];
+        sum += share * totals[head * SPLITS + s];
         acc += here == NEVER ? 0.0f : share * part;
     }
     out[head * D + TID] = static_cast<T>(acc / sum);
@@ -211,11 +209,11 @@ def attend_kernel(scale: float, *, joined: bool) -> Callable[..., Any]:
     """The kernel of a chunk; ``joined``: for parts that :func:`join_kernel` joins."""
     outputs = ["out", "out_tops", "out_totals"] if joined else ["out"]
     header = f"#define SCALE {scale!r}f\n#define JOINED {int(joined)}\n"
-    inputs = ["queries", "keys", "values", "offsets", "own_keys", "own_values", "sizes"]
+    inputs = ["queries", "keys", "values", "offsets", "own_keys", "own_values"]
     return make_kernel("troupe_attend", inputs, outputs, _ATTEND, header)
 
 
 @cache
 def join_kernel() -> Callable[..., Any]:
     """The kernel that joins the parts of rows that are cut."""
-    return make_kernel("troupe_join", ["parts", "tops", "totals", "sizes"], ["out"], _JOIN)
+    return make_kernel("troupe_join", ["parts", "tops", "totals"], ["out"], _JOIN)

@@ -129,6 +129,9 @@ def ragged_attention(
             ("HEADS", heads),
             ("KV_HEADS", kv_heads),
             ("D", width),
+            ("DEPTH", depth),
+            ("CHUNK", chunk),
+            ("SPLITS", splits),
             ("RING", ring or 0),
             ("WINDOW", window or _UNBOUNDED),
             ("THREADS", threads),
@@ -139,9 +142,7 @@ def ragged_attention(
         "grid": (splits * threads, blocks, 1),
         "threadgroup": (threads, 1, 1),
     }
-    # Not by the template: a row that grows needs no new kernel, for which everybody would wait.
-    sizes = _sizes(depth, chunk, splits)
-    inputs = [queries, keys, values, offsets, *(own or (queries, queries)), sizes]
+    inputs = [queries, keys, values, offsets, *(own or (queries, queries))]
     if splits == 1:
         attend = attend_kernel(scale * LOG2_E, joined=False)
         whole = {"output_shapes": [queries.shape], "output_dtypes": [queries.dtype]}
@@ -154,8 +155,8 @@ def ragged_attention(
         output_dtypes=[mx.float32] * 3,
     )
     return join_kernel()(
-        inputs=[*cut, sizes],
-        template=[("T", queries.dtype), ("D", width)],
+        inputs=cut,
+        template=[("T", queries.dtype), ("D", width), ("SPLITS", splits)],
         grid=(rows * heads * width, 1, 1),
         threadgroup=(width, 1, 1),
         output_shapes=[queries.shape],
@@ -187,8 +188,3 @@ def _chunk_for(blocks: int, depth: int) -> int:
         return depth
     enough = [chunk for chunk in _CHUNKS if blocks * -(-depth // chunk) <= _BLOCKS]
     return (enough or _CHUNKS[-1:])[0]
-
-
-@cache
-def _sizes(depth: int, chunk: int, splits: int) -> mx.array:
-    return mx.array([depth, chunk, splits], dtype=mx.int32)
