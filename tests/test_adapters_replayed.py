@@ -299,7 +299,7 @@ def test_an_unmounted_adapter_without_rows_takes_its_traces_along(
 def test_many_mixtures_leave_nothing_behind(
     desk: Callable[[str], Desk], folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forty mixtures of adapters that come and go: few traces, no more of them than the limit.
+    """Thirty mixtures of adapters that come and go: few traces, no more of them than the limit.
 
     Memory at rest is what it was.
     """
@@ -307,7 +307,7 @@ def test_many_mixtures_leave_nothing_behind(
     one = desk("llama")
     draw, row = random.Random(1), 100
     sizes: list[int] = []
-    for _ in range(40):
+    for _ in range(30):
         letters = draw.sample("abcdeg", 3)
         ids = mounted(one, folders, "llama", "".join(letters))
         rows: dict[int, tuple[str, ...]] = {}
@@ -324,8 +324,8 @@ def test_many_mixtures_leave_nothing_behind(
         one.tokens.clear()
         sizes.append(settled_memory(one))
     assert not one.failed
-    assert one.replays >= 40
-    assert max(sizes[20:]) <= max(sizes[:20])
+    assert one.replays >= 30
+    assert max(sizes[15:]) <= max(sizes[:15])
 
 
 def test_adapters_of_one_kind_have_one_pattern(folders: Folders) -> None:

@@ -184,12 +184,11 @@ class Story:
         return sum(not np.array_equal(np.array(array), known) for array, known in pairs)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "short-window"])
+@pytest.mark.parametrize(("name", "seed"), [("llama", 1), ("qwen3", 2), ("short-window", 1)])
 def test_nothing_else_sees_what_is_written_in_place(name: str, seed: int, kernels: Kernels) -> None:
     """Logits as alone, and no array that is out changes."""
     story = Story(model_named(name), kernels, seed)
-    for _ in range(45):
+    for _ in range(40):
         story.go_on()
     assert kernels.writes > 20
     assert story.watched
