@@ -12,6 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 from ragged_rig import Replayed
 from tiny import load_oracle, make_checkpoint, prompt
 
@@ -21,6 +22,7 @@ from mlx_troupe.runtime.engine.fused_blocks import fuse_blocks, source_digest, u
 from mlx_troupe.runtime.engine.fusing import fuse_projections
 from mlx_troupe.runtime.engine.opening import Options, load_parts
 from mlx_troupe.runtime.engine.selfcheck import why_not_batchable
+from mlx_troupe.runtime.engine.turbo_cache import TurboCache
 
 pytestmark = pytest.mark.mlx
 
@@ -131,6 +133,23 @@ def test_norms_that_differ_stay_apart(tmp_path: Path) -> None:
     fuse_projections(model)
     fuse_blocks(model)
     assert parts(model) == {"block": 2, "normed-attention": 2, "feed-forward": 3}
+
+
+def test_a_lone_row_s_own_caches_are_left_to_the_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also such as attend by themselves: they count tokens with an int, where kernels want arrays.
+
+    A prompt's last token may come to them alone.
+    """
+    model, _ = fused_model(tmp_path, head_dim=64)
+    split = []
+    monkeypatch.setattr(fused_blocks, "_split_heads", lambda *inputs: split.append(inputs))
+    for caches in ([TurboCache(8, 3) for _ in model.layers], make_prompt_cache(model)):
+        model(mx.array([prompt(5)]), cache=caches)
+        logits = model(mx.array([prompt(1, seed=1)]), cache=caches)
+        assert bool(mx.isfinite(logits).all().item())
+    assert not split
 
 
 def test_layers_that_are_no_modules_are_passed_by(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ class RowBatch:
 
         The bytes are copied by the next :meth:`begin`, straight from slot to slot; until then
         ``source`` must not be stepped, or it copies what it writes (where it writes in place, they
-        are copied now, once more). Raises ValueError for a row
-        that is here and KeyError for one that is not there.
+        are copied now, once more). Raises ValueError for a row that is here and KeyError for one
+        that is not there.
         """
         length = source.length(row)
         self._groups.join(row, length, encoded=source._groups.is_encoded(row))

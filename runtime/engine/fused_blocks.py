@@ -26,9 +26,10 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from . import fused_kernels
-from .attention import AttentionView, window_of
+from .attention import window_of
 from .fused_kernels import Rotation
 from .fusing import JointProduct, product_of
+from .layouts import RowsCache
 from .positions import RowsRoPE
 
 
@@ -226,7 +227,7 @@ def _is_plain(norm: Any) -> bool:
 
 def _is_decode(x: mx.array, cache: Any) -> bool:
     """One token a row, of rows with offsets of their own."""
-    return x.ndim == 3 and x.shape[1] == 1 and isinstance(cache, AttentionView)
+    return x.ndim == 3 and x.shape[1] == 1 and isinstance(cache, RowsCache)
 
 
 def _joint_of(parts: Sequence[Any]) -> JointProduct | None:
