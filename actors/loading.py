@@ -6,11 +6,13 @@ Made by the front door. Loaded on a worker thread beside the weights; afterwards
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from mlx_troupe.runtime.budgets import cache_bytes
 from mlx_troupe.runtime.defaults import SamplingDefaults
 from mlx_troupe.runtime.device import Device
 from mlx_troupe.runtime.engine.blas import ensure_fast_blas, set_ptx_cache
+from mlx_troupe.runtime.errors import ModelError
 from mlx_troupe.runtime.settings import Settings
 from mlx_troupe.runtime.store.paths import ptx_dir
 from mlx_troupe.runtime.text.prompts import PromptBuilder
@@ -79,7 +81,9 @@ def import_engine() -> None:
     can abort the process at its exit (``actors/threads.py``).
     """
     ensure_fast_blas()
-    set_ptx_cache(ptx_dir())
+    # Without a folder of ours MLX has one of its own.
+    with suppress(ModelError):
+        set_ptx_cache(ptx_dir())
     import mlx_troupe.runtime.engine.executor
     import mlx_troupe.runtime.engine.tokenizer  # noqa: F401
 

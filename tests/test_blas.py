@@ -192,3 +192,17 @@ def test_the_engine_keeps_kernels_beside_the_models(
     monkeypatch.setenv("MLX_TROUPE_CACHE", str(tmp_path))
     import_engine()
     assert os.environ["MLX_PTX_CACHE_DIR"] == str(ptx_dir())
+
+
+@pytest.mark.mlx
+def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the user's own needs none; MLX then keeps its kernels where it likes."""
+    from mlx_troupe.actors.loading import import_engine
+
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
+    monkeypatch.setenv("MLX_TROUPE_CACHE", str(tmp_path / "file"))
+    import_engine()
+    assert not os.environ["MLX_PTX_CACHE_DIR"]
