@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from .kernel_words import make_cuda_kernel
 from .masks import ALL, WORD, Masks
 
 MOST = 512
@@ -197,14 +198,8 @@ def _sizes(size: int, width: int) -> mx.array:
 
 @cache
 def _kernel(name: str, outputs: tuple[str, ...], source: str) -> Callable[..., Any]:
-    make: Any = mx.fast.cuda_kernel
-    made: Callable[..., Any] = make(
-        name=name,
-        input_names=["logits", "table", "places", "sizes"],
-        output_names=list(outputs),
-        source=source,
-    )
-    return made
+    inputs = ["logits", "table", "places", "sizes"]
+    return make_cuda_kernel(name, inputs, list(outputs), source)
 
 
 @cache

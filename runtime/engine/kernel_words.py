@@ -1,4 +1,4 @@
-"""GPU kernels of one body for CUDA and Metal: the words that differ, and making a kernel.
+"""Making GPU kernels, also such as serve CUDA and Metal by one body: the words that differ.
 
 Pure; knows no kernel. Called on the device thread.
 """
@@ -58,16 +58,30 @@ def make_kernel(
     name: str, inputs: list[str], outputs: list[str], source: str, header: str = ""
 ) -> Callable[..., Any]:
     """A kernel of a body that serves CUDA and Metal; its words are defined above."""
-    metal = mx.metal.is_available()
-    words = (_METAL if metal else _CUDA) + header
+    if not mx.metal.is_available():
+        return make_cuda_kernel(name, inputs, outputs, source, _CUDA + header)
+    make: Any = mx.fast.metal_kernel
+    return _made(make, name, inputs, outputs, source, _METAL + header)
+
+
+def make_cuda_kernel(
+    name: str, inputs: list[str], outputs: list[str], source: str, header: str = ""
+) -> Callable[..., Any]:
+    """A kernel of a body that is CUDA's own."""
+    make: Any = mx.fast.cuda_kernel
+    return _made(make, name, inputs, outputs, source, header)
+
+
+def _made(
+    make: Any, name: str, inputs: list[str], outputs: list[str], source: str, header: str
+) -> Callable[..., Any]:
     # MLX tells kernels that it has compiled by their names, also those of another version of ours.
-    digest = hashlib.sha256((words + source).encode()).hexdigest()[:12]
-    make: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
+    digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     made: Callable[..., Any] = make(
         name=f"{name}_{digest}",
         input_names=inputs,
         output_names=outputs,
         source=source,
-        header=words,
+        header=header,
     )
     return made

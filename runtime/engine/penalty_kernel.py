@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
+from .kernel_words import make_cuda_kernel
+
 MOST = 1024
 _THREADS = 1024
 
@@ -101,14 +103,8 @@ def penalise(
 
 @cache
 def _kernel() -> Callable[..., Any]:
-    make: Any = mx.fast.cuda_kernel
-    made: Callable[..., Any] = make(
-        name="troupe_penalise",
-        input_names=["logits", "inputs", "tokens", "history", "table", "sizes"],
-        output_names=["changed", "newer"],
-        source=_PENALISE,
-    )
-    return made
+    inputs = ["logits", "inputs", "tokens", "history", "table", "sizes"]
+    return make_cuda_kernel("troupe_penalise", inputs, ["changed", "newer"], _PENALISE)
 
 
 @cache

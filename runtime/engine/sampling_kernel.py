@@ -21,6 +21,7 @@ import numpy as np
 from ..requests import Hlg, Sampling
 from .draw_source import DRAW, HEADER
 from .filters import bends, choose, needs_of, parameters_of
+from .kernel_words import make_cuda_kernel
 from .selection import HostKit
 
 _THREADS = 1024
@@ -85,15 +86,8 @@ def draw(
 
 @cache
 def _kernel() -> Callable[..., Any]:
-    make: Any = mx.fast.cuda_kernel
-    made: Callable[..., Any] = make(
-        name="troupe_draw",
-        input_names=["logits", "places", "table", "removable", "numbers", "sizes"],
-        output_names=["tokens"],
-        source=DRAW,
-        header=HEADER,
-    )
-    return made
+    inputs = ["logits", "places", "table", "removable", "numbers", "sizes"]
+    return make_cuda_kernel("troupe_draw", inputs, ["tokens"], DRAW, HEADER)
 
 
 @cache
